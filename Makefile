@@ -56,7 +56,8 @@ clean: ## remove .venv, lessons/html/ and every cache
 		% sys.version_info[:2])'
 	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { \
 		echo "$(PYTHON) lacks venv: on Debian or Ubuntu install python3-venv" >&2; exit 1; }
-	@echo "Installing into .venv: about a minute, 1 GB."
-	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --disable-pip-version-check -r requirements.txt -e .
+	@echo "Installing into .venv: 1 GB, about a minute (log: .venv/install.log)"
+	@$(PYTHON) -m venv .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check \
+		--progress-bar off --log .venv/install.log -r requirements.txt -e .
 	@touch $@

@@ -17,10 +17,13 @@ def scores(q, k, scale=None, softcap=None):
     r"""S = scale * q K^T, scale = 1/sqrt(D);  with a soft cap c: c * tanh(S / c).
 
     Returns float64 (..., H_q, T_q, T).
-    Raises ValueError if H_q is not a multiple of H_kv or the shapes do not match.
+    Raises ValueError if H_q is not a multiple of H_kv, the shapes do not match or c is
+    not positive.
     """
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     _check_heads(q, k)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap!r}; valid: a number > 0 or None")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S = scale * _merge_heads(_split_heads(q, k) @ k[..., None, :, :].swapaxes(-1, -2))
     return S if softcap is None else softcap * np.tanh(S / softcap)
@@ -41,12 +44,13 @@ def _check_heads(q, k):
 
 def _split_heads(x, k):
     """(..., H_q, T_q, n) -> (..., H_kv, H_q / H_kv, T_q, n)."""
-    return x.reshape(*x.shape[:-3], k.shape[-3], -1, *x.shape[-2:])
+    H_q, H_kv = x.shape[-3], k.shape[-3]
+    return x.reshape(*x.shape[:-3], H_kv, H_q // H_kv, *x.shape[-2:])
 
 
 def _merge_heads(x):
     """(..., H_kv, H_q / H_kv, T_q, n) -> (..., H_q, T_q, n)."""
-    return x.reshape(*x.shape[:-4], -1, *x.shape[-2:])
+    return x.reshape(*x.shape[:-4], x.shape[-4] * x.shape[-3], *x.shape[-2:])
 
 
 def _combine(P, v):
@@ -80,7 +84,7 @@ def visible(shape, causal=False, mask=None):
 
 
 def softmax(S):
-    r"""p_j = exp(S_j - m) / sum_j exp(S_j - m), m = max_j S_j; zeros if all S = -inf."""
+    r"""p_j = exp(S_j - m) / sum_j exp(S_j - m), m = max_j S_j; 0 if all S = -inf."""
     p = _exp(S - _finite_max(S))
     total = p.sum(axis=-1, keepdims=True)
     return np.divide(p, total, out=np.zeros_like(p), where=total > 0)
@@ -130,22 +134,24 @@ def attention(q, k, v, **options):
     A query that may see no token gives zeros. `options` are those of
     `attention_weights`. What no query may see may hold anything, NaN included.
     """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    _check_heads(q, k)
     _check_values(k, v)
-    S_shape = (*np.shape(q)[:-1], np.shape(k)[-2])
+    S_shape = (*q.shape[:-1], k.shape[-2])
     seen = visible(S_shape, options.get("causal", False), options.get("mask"))
     k, v = _without_unseen(k, seen), _without_unseen(v, seen)
     return _combine(attention_weights(q, k, **options), v)
 
 
 def _check_values(k, v):
-    if np.shape(k)[:-1] != np.shape(v)[:-1]:
-        raise ValueError(f"k {np.shape(k)} and v {np.shape(v)} differ in heads or T")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k {k.shape} and v {v.shape} differ in heads or T")
 
 
 def _without_unseen(x, seen):
     """x with zeros at the tokens that no query sees: 0 * NaN would be NaN."""
     used = seen.any(axis=(-3, -2))
-    return np.where(used[..., None, :, None], np.asarray(x, np.float64), 0.0)
+    return np.where(used[..., None, :, None], x, 0.0)
 
 
 # --- attention in pieces --------------------------------------------------------------
@@ -187,8 +193,9 @@ def partial_attention(q, k, v, *, scale=None, softcap=None, keep=None):
 
     keep : bool (..., H_q, T_q, T), which token each query sees; None: all of them.
     """
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    _check_heads(q, k)
     _check_values(k, v)
-    k, v = np.asarray(k, np.float64), np.asarray(v, np.float64)
     if keep is not None:
         k, v = _without_unseen(k, keep), _without_unseen(v, keep)
     S = scores(q, k, scale, softcap)
@@ -202,8 +209,8 @@ def partial_attention(q, k, v, *, scale=None, softcap=None, keep=None):
 def merge(a, b):
     r"""Two partials of disjoint tokens as one.
 
-        m = max(m_a, m_b)
-        l = l_a exp(m_a - m) + l_b exp(m_b - m),   o likewise
+    m = max(m_a, m_b)
+    l = l_a exp(m_a - m) + l_b exp(m_b - m),   o likewise
     """
     m = np.maximum(a.m, b.m)
     safe = np.where(np.isneginf(m), 0.0, m)
@@ -237,6 +244,7 @@ def decode(
     the values. The options are those of `attention`; with `causal`, the queries are
     the newest tokens.
     Returns the merged Partial; `.out` is the attention output, float64.
+    Raises ValueError if the tiles hold more or fewer tokens.
     """
     q = np.asarray(q, np.float64)
     shape = q.shape[:-1]
@@ -251,4 +259,6 @@ def decode(
             q, k, v, scale=scale, softcap=softcap, keep=keep[..., start:stop]
         )
         state, start = merge(state, part), stop
+    if start != tokens:
+        raise ValueError(f"the tiles hold {start} tokens, not tokens={tokens}")
     return state

@@ -131,7 +131,8 @@ class KVCache:
     policy : a `Policy` or the name of one in `PRESETS`.
     value_dim : width of the values in a latent cache (a policy with value=None).
 
-    Raises ValueError for an unknown policy, or one whose groups span all tokens.
+    Raises ValueError for an unknown policy, one whose groups span all tokens, or a
+    value_dim that does not fit.
     """
 
     def __init__(self, policy_or_name, value_dim=None):
@@ -142,6 +143,8 @@ class KVCache:
                 f"value_dim={value_dim!r} with value={self.policy.value!r}; a latent "
                 "cache (value=None) needs value_dim, another has none"
             )
+        if value_dim is not None and (type(value_dim) is not int or value_dim < 1):
+            raise ValueError(f"value_dim={value_dim!r}; valid: an integer >= 1")
         self.value_dim = value_dim
         self.rows = []  # per sequence: (keys,) or (keys, values), each a Stream
 
@@ -225,8 +228,8 @@ class KVCache:
         tensors = [as_float_array(k, "k")]
         if v is not None:
             tensors.append(as_float_array(v, "v"))
-        ndim = tensors[0].ndim
-        if ndim not in (3, 4) or len({x.shape[:-1] for x in tensors}) > 1:
+        ndim, leading = tensors[0].ndim, {x.shape[:-1] for x in tensors}
+        if ndim not in (3, 4) or len(leading) > 1 or 0 in tensors[0].shape[:-2]:
             raise ValueError(
                 f"shapes {[x.shape for x in tensors]}; expected ([B,] H_kv, t, D), "
                 "alike for keys and values but in D"
@@ -236,7 +239,7 @@ class KVCache:
         widths = [x.shape[-1] for x in tensors]
         for D, scheme in zip(widths, self.policy.schemes, strict=True):
             scheme.check_head_dim(D)
-        if self.value_dim is not None and not 1 <= self.value_dim <= widths[0]:
+        if self.value_dim is not None and self.value_dim > widths[0]:
             raise ValueError(
                 f"value_dim={self.value_dim}; valid: 1..{widths[0]}, the key's width"
             )
@@ -278,7 +281,8 @@ class KVCache:
         if len(counts) != len(self.rows):
             raise ValueError(f"{len(counts)} lengths for {len(self.rows)} sequences")
         for n, T in zip(counts, self.lengths, strict=True):
-            if isinstance(n, bool) or int(n) != n or not 0 <= n <= T:
+            integer = isinstance(n, (int, np.integer)) and not isinstance(n, bool)
+            if not integer or not 0 <= n <= T:
                 raise ValueError(f"cannot crop {T} tokens to {n!r}; valid: 0..{T}")
         self.rows = [
             tuple(stream.crop(int(n), self.block) for stream in row)
@@ -287,12 +291,12 @@ class KVCache:
 
     def select(self, indices):
         """Keep these sequences, in this order; an index may repeat (beam search)."""
-        indices = np.asarray(indices, dtype=int).reshape(-1)
+        indices = np.asarray(indices).reshape(-1)
+        if indices.size and indices.dtype.kind not in "iu":
+            raise TypeError(f"indices have dtype {indices.dtype}; expected integers")
         bad = indices[(indices < 0) | (indices >= len(self.rows))]
         if bad.size:
-            raise ValueError(
-                f"no sequence {bad[0]}; valid: 0..{len(self.rows) - 1}"
-            )
+            raise ValueError(f"no sequence {bad[0]}; valid: 0..{len(self.rows) - 1}")
         self.rows = [self.rows[i] for i in indices]
 
     def reorder(self, indices):
@@ -326,7 +330,7 @@ class KVCache:
         """
         q = as_float_array(q, "q")
         batched = q[None] if q.ndim == 3 else q
-        if batched.ndim != 4 or len(batched) != len(self.rows):
+        if batched.ndim != 4 or not len(batched) == len(self.rows) > 0:
             raise ValueError(
                 f"q {q.shape}; expected (B, H_q, T_q, D) with B = {len(self.rows)} "
                 "sequences (append first)"
@@ -351,6 +355,4 @@ class KVCache:
         D_v = self.value_dim or self.rows[b][-1].window.shape[-1]
         if mask is not None:
             mask = mask[b, ..., :T]
-        return decode(
-            q, self.tiles(b, tile), T, D_v, mask=mask, **options
-        ).out
+        return decode(q, self.tiles(b, tile), T, D_v, mask=mask, **options).out

@@ -16,7 +16,8 @@ DTYPES = {
 }
 
 # Larger inputs are refused: up to here, nothing this package computes overflows.
-LARGEST_INPUT = 2.0**126
+# (A rotation and its inverse add up D numbers twice before they divide by sqrt(D).)
+LARGEST_INPUT = 2.0**100
 
 # What NumPy does not have comes from ml_dtypes, imported only when it is used.
 _ML_DTYPES = {
@@ -47,13 +48,17 @@ def cast(x, dtype):
 
     e8m0 holds powers of two only and has no zero: it rounds to the nearest
     power and takes zero to 2^-127. (Scales follow the floor rule of the OCP MX
-    specification, which `quantizer` applies before it casts.)
+    specification, which `quantizer` applies before it casts.) float64 is rounded to
+    float32 first on its way into the formats of ml_dtypes.
     """
     name = dtype if isinstance(dtype, str) else _name(dtype)
     if name == "float64":
         return np.asarray(x, dtype=np.float64)
     _, largest, smallest = DTYPES[name]
     low = smallest if name == "e8m0" else -largest
+    x = np.asarray(x)
+    if x.dtype.itemsize < 4:  # where `largest` may be inf
+        x = x.astype(np.float32)
     return np.clip(x, low, largest).astype(numpy_dtype(name))
 
 
@@ -68,7 +73,7 @@ def as_float_array(x, what="x"):
 
     Raises TypeError for any other kind of number: an integer array may well be
     half-precision bits whose meaning was lost on the way. Raises ValueError for
-    inf, NaN and numbers beyond 2^126.
+    inf, NaN and numbers beyond 2^100.
     """
     x = np.asarray(x)
     if x.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
@@ -79,10 +84,11 @@ def as_float_array(x, what="x"):
     x = x.astype(x.dtype.newbyteorder("="), copy=False)
     # min and max carry every NaN and inf, and need no array as large as x.
     if x.size:
-        extremes = np.array([x.min(), x.max()], dtype=np.float64)
+        with np.errstate(invalid="ignore"):  # bfloat16 warns of NaN
+            extremes = np.array([x.min(), x.max()], dtype=np.float64)
         if not np.all(np.abs(extremes) <= LARGEST_INPUT):
             raise ValueError(
-                f"{what} holds {_first_bad(x)!r}; valid: finite numbers up to 2^126"
+                f"{what} holds {_first_bad(x)!r}; valid: finite numbers up to 2^100"
             )
     return x
 

@@ -45,14 +45,16 @@ def pack(codes, bits, axis=-1):
     ragged = -n % per_unit
     if ragged:
         codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, ragged)])
-    units = codes.reshape(*codes.shape[:-1], -1, per_unit)
+    count = codes.shape[-1] // per_unit
+    units = codes.reshape(*codes.shape[:-1], count, per_unit)
     packed = np.zeros((*units.shape[:-1], unit_bytes), np.uint8)
     for i in range(per_unit):
         byte, shift = divmod(i * bits, 8)
         packed[..., byte] |= units[..., i] << shift
         if shift + bits > 8:  # the code straddles two bytes
             packed[..., byte + 1] |= units[..., i] >> (8 - shift)
-    packed = packed.reshape(*codes.shape[:-1], -1)[..., : math.ceil(n * bits / 8)]
+    packed = packed.reshape(*codes.shape[:-1], count * unit_bytes)
+    packed = packed[..., : math.ceil(n * bits / 8)]
     return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
 
 
@@ -77,7 +79,8 @@ def unpack(packed, bits, n, axis=-1):
     ragged = -packed.shape[-1] % unit_bytes
     if ragged:
         packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, ragged)])
-    units = packed.reshape(*packed.shape[:-1], -1, unit_bytes)
+    count = packed.shape[-1] // unit_bytes
+    units = packed.reshape(*packed.shape[:-1], count, unit_bytes)
     codes = np.empty((*units.shape[:-1], per_unit), np.uint8)
     for i in range(per_unit):
         byte, shift = divmod(i * bits, 8)
@@ -85,5 +88,5 @@ def unpack(packed, bits, n, axis=-1):
         if shift + bits > 8:
             code = code | units[..., byte + 1] << (8 - shift)
         codes[..., i] = code & (2**bits - 1)
-    codes = codes.reshape(*packed.shape[:-1], -1)[..., :n]
+    codes = codes.reshape(*packed.shape[:-1], count * per_unit)[..., :n]
     return np.ascontiguousarray(np.moveaxis(codes, -1, axis))

@@ -38,9 +38,9 @@ def spread_groups(s, group, tokens, channels):
     Returns an array that broadcasts against (..., H, len(tokens), len(channels)).
     """
     for axis, index, size in ((-2, tokens, group[1]), (-1, channels, group[2])):
-        if s.shape[axis] == 1 and len(index) > 0:
+        if s.shape[axis] == 1:
             continue  # one group spans the whole axis and broadcasts
-        s = np.take(s, np.asarray(index) // size, axis=axis)
+        s = np.take(s, np.arange(index.start, index.stop) // size, axis=axis)
     return s
 
 

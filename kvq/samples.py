@@ -2,6 +2,8 @@
 
 import math
 import zipfile
+import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -32,7 +34,7 @@ def real_kv(layer=15):
     newest 64 tokens, q (9, 64, 64), float16. Layers: 0, 7, 15, 29. Provenance:
     kvq/data/smollm2_sample.md. Raises ValueError for another layer.
     """
-    if layer not in LAYERS:
+    if type(layer) is not int or layer not in LAYERS:
         raise ValueError(f"layer={layer!r}; valid: {', '.join(map(str, LAYERS))}")
     path = files("kvq") / "data" / "smollm2_sample.npz"
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
@@ -85,7 +87,8 @@ def load_kv(path, layer=None):
     Expected names: k, v and optionally q, each (H, T, D), or k_3, v_3, q_3 for layer
     3 (`layer=None` takes the only one there is). Nothing is unpickled; sizes are
     checked against SIZE_LIMIT before anything is read.
-    Raises ValueError for a file that does not hold this, FileNotFoundError.
+    Raises ValueError for a file that does not hold this, TypeError for other numbers
+    than float16, bfloat16, float32 and float64, OSError if there is no such file.
     """
     path = str(path)
     if path.endswith(".npz"):
@@ -120,8 +123,8 @@ def _check_shapes(path, k, v, q):
         k.ndim == v.ndim == 3
         and k.shape[:2] == v.shape[:2]
         and min(k.shape) > 0
-        and (q is None or (q.ndim == 3 and q.shape[2] == k.shape[2]))
-        and (q is None or q.shape[0] % k.shape[0] == 0)
+        and (q is None or (q.ndim == 3 and min(q.shape) > 0))
+        and (q is None or (q.shape[2] == k.shape[2] and q.shape[0] % k.shape[0] == 0))
     )
     if not fits:
         shapes = [x.shape for x in (k, v, q) if x is not None]
@@ -131,29 +134,33 @@ def _check_shapes(path, k, v, q):
         )
 
 
-def _check_size(path, nbytes):
+def _check_size(nbytes):
     if nbytes > SIZE_LIMIT:
-        raise ValueError(
-            f"{path}: holds {nbytes:,} bytes; at most {SIZE_LIMIT:,} are read"
-        )
+        raise ValueError(f"{nbytes:,} bytes; at most {SIZE_LIMIT:,} are read")
+
+
+@contextmanager
+def _reading(path, *errors):
+    """Whatever a broken file makes its reader raise, as one line that names it."""
+    try:
+        yield
+    except (ValueError, EOFError, RuntimeError, *errors) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
 
 
 def _open_npz(path):
     """Shapes by name, and a function that reads one array of a .npz file."""
-    try:
-        shapes = {}
-        with zipfile.ZipFile(path) as archive:
-            _check_size(path, sum(i.file_size for i in archive.infolist()))
-            for info in archive.infolist():
-                with archive.open(info) as member:
-                    shapes[info.filename.removesuffix(".npy")] = _npy_shape(
-                        member, info.file_size
-                    )
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path}: not a .npz file ({error})") from None
+    errors, shapes = (zipfile.BadZipFile, zlib.error), {}
+    with _reading(path, *errors), zipfile.ZipFile(path) as archive:
+        _check_size(sum(i.file_size for i in archive.infolist()))
+        for info in archive.infolist():
+            with archive.open(info) as member:
+                name = info.filename.removesuffix(".npy")
+                shapes[name] = _npy_shape(member, info.file_size)
 
     def read(name):
-        with np.load(path, allow_pickle=False) as arrays:
+        with _reading(path, *errors), np.load(path, allow_pickle=False) as arrays:
             return arrays[name]
 
     return shapes, read
@@ -175,19 +182,16 @@ def _npy_shape(member, size):
 
 def _open_safetensors(path):
     """Shapes by name, and a function that reads one tensor of a .safetensors file."""
+    import ml_dtypes  # noqa: F401 (makes bfloat16 a dtype that NumPy can read)
     from safetensors import SafetensorError, safe_open
 
-    try:
-        import ml_dtypes  # noqa: F401 (makes bfloat16 a dtype that NumPy can read)
-
-        with safe_open(path, framework="numpy") as file:
-            shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a .safetensors file ({error})") from None
-    _check_size(path, 4 * sum(math.prod(s) for s in shapes.values()))
+    errors = (SafetensorError, AttributeError)  # the latter for a dtype NumPy lacks
+    with _reading(path, *errors), safe_open(path, framework="numpy") as file:
+        shapes = {n: file.get_slice(n).get_shape() for n in file.keys()}  # noqa: SIM118
+        _check_size(4 * sum(math.prod(s) for s in shapes.values()))
 
     def read(name):
-        with safe_open(path, framework="numpy") as file:
+        with _reading(path, *errors), safe_open(path, framework="numpy") as file:
             return file.get_tensor(name)
 
     return shapes, read

@@ -58,7 +58,7 @@ class Scheme:
     scale_dtype : how scales and zeros are stored.
     transform : None, "hadamard" (orthonormal rotation of the head dimension) or
         "signed-hadamard" (random signs first).
-    rounding : how x / s becomes an integer.
+    rounding : how x / s becomes an integer; codebooks take the nearest level.
 
     Raises ValueError at construction, naming the value and the valid ones.
     """
@@ -78,6 +78,7 @@ class Scheme:
         _one_of("transform", self.transform, TRANSFORMS)
         _one_of("rounding", self.rounding, ROUNDINGS)
         self._check_bits()
+        self._check_ignored()
         if self.group is not None:
             _check_int("group", self.group, 1, " or None")
         if self.scale_dtype == "e8m0" and self.levels in (
@@ -103,6 +104,19 @@ class Scheme:
             raise ValueError(
                 f"bits={self.bits!r} with levels={self.levels!r}; "
                 f"valid: {', '.join(map(str, valid))}"
+            )
+
+    def _check_ignored(self):
+        """Refuse an option that these levels would have to ignore."""
+        if self.full_precision and self.transform:
+            raise ValueError(
+                f"transform={self.transform!r} with levels={self.levels!r}, which "
+                "stores numbers as they are; valid: None"
+            )
+        if self.levels not in UNIFORM and self.rounding != "half-even":
+            raise ValueError(
+                f"rounding={self.rounding!r} with levels={self.levels!r}, which takes "
+                "the nearest level; valid: half-even"
             )
 
     @property
@@ -276,7 +290,7 @@ def policy(name_or_policy):
     """A `Policy`, given itself or the name of a preset. Raises ValueError."""
     if isinstance(name_or_policy, Policy):
         return name_or_policy
-    if name_or_policy not in PRESETS:
+    if not isinstance(name_or_policy, str) or name_or_policy not in PRESETS:
         raise ValueError(
             f"unknown policy {name_or_policy!r}; valid: {', '.join(PRESETS)}"
         )

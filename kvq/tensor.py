@@ -1,5 +1,6 @@
 """`QuantizedTensor`: what is really stored of one tensor, and how it is read back."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,8 +40,11 @@ class QuantizedTensor:
 
     @property
     def bits_per_element(self):
-        """Stored bits per number: 8 * nbytes / size."""
-        return 8 * self.nbytes / np.prod(self.shape)
+        """Stored bits per number: 8 * nbytes / size. Raises ValueError if size is 0."""
+        size = math.prod(self.shape)
+        if size == 0:
+            raise ValueError(f"a tensor of shape {self.shape} holds no numbers")
+        return 8 * self.nbytes / size
 
     @property
     def tokens(self):
@@ -74,7 +78,8 @@ class QuantizedTensor:
         `tokens` must be whole groups. Raises ValueError otherwise.
         """
         block = self.scheme.token_block
-        if tokens != self.tokens and (block is None or tokens % block):
+        whole = tokens == self.tokens or (block is not None and tokens % block == 0)
+        if not (whole and 0 <= tokens <= self.tokens):
             raise ValueError(
                 f"cannot crop to {tokens} tokens; valid: multiples of {block} "
                 f"up to {self.tokens}"
@@ -93,10 +98,13 @@ def quantize(x, scheme):
 
     x : float16, bfloat16, float32 or float64; a leading batch axis is allowed, and
         (T, D) or (D,) count as one head (and one token).
-    Returns a QuantizedTensor of the same shape.
-    Raises TypeError for another dtype; ValueError for numbers that are not finite
-    or a head dimension that the scheme's transform cannot rotate.
+    Returns a QuantizedTensor of shape (..., H, T, D).
+    Raises TypeError for another dtype or if `scheme` is no Scheme; ValueError for
+    numbers that are not finite or a head dimension that the scheme's transform cannot
+    rotate.
     """
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme={scheme!r}; expected a Scheme")
     x = as_float_array(x)
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"x has shape {x.shape}; expected (..., H, T, D) with D >= 1")

@@ -58,7 +58,7 @@ def hadamard(x):
     _check_power_of_two(D)
     step = 1
     while step < D:
-        pairs = x.reshape(*x.shape[:-1], -1, 2, step)
+        pairs = x.reshape(*x.shape[:-1], D // (2 * step), 2, step)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
         step *= 2

@@ -1,0 +1,524 @@
+"""Checks of the lessons' exercises: they print `ok`, or explain what is wrong.
+
+Each `check_*` calls a learner's function on small, uneven inputs. A wrong answer
+raises AssertionError with the worst element, what was expected, what came, and the
+likely cause: the typical mistake that gives exactly this answer.
+"""
+
+import numpy as np
+
+from kvq.attention import softmax
+from kvq.memory import cache_bytes
+from kvq.packing import pack
+from kvq.scheme import Policy, Scheme
+from kvq.tensor import quantize
+from kvq.transforms import hadamard_matrix
+
+
+# --- how an answer is compared --------------------------------------------------------
+def compare(what, got, expected, mistakes=(), rtol=1e-6):
+    """Print `ok: what` if got equals expected to `rtol`; else explain and raise.
+
+    got, expected : numbers or arrays. mistakes : {cause: the answer it gives}.
+    Raises AssertionError.
+    """
+    if got is None:
+        raise AssertionError(f"{what}: got None. Does the function return its result?")
+    try:
+        got = np.asarray(got, np.float64)
+    except (TypeError, ValueError):
+        raise AssertionError(f"{what}: got {got!r}; expected numbers") from None
+    expected = np.asarray(expected, np.float64)
+    if got.shape != expected.shape or not np.allclose(got, expected, rtol, 0):
+        difference = _difference(got, expected, rtol)
+        cause = _likely_cause(got, dict(mistakes), rtol)
+        raise AssertionError(f"{what}: {difference}\nlikely cause: {cause}")
+    print(f"ok: {what}")
+
+
+def _difference(got, expected, rtol):
+    if got.shape != expected.shape:
+        return f"got shape {got.shape}, expected {expected.shape}"
+    if got.ndim == 0:
+        return f"expected {expected:.7g}, got {got:.7g}"
+    wrong = ~np.isclose(got, expected, rtol, 0)
+    error = np.nan_to_num(np.abs(got - expected), nan=np.inf)
+    worst = np.unravel_index(np.argmax(np.where(wrong, error, -1)), got.shape)
+    index = ", ".join(map(str, worst))
+    return (
+        f"{wrong.sum()} of {got.size} elements are wrong\n"
+        f"worst element [{index}]: expected {expected[worst]:.7g}, got {got[worst]:.7g}"
+    )
+
+
+def _likely_cause(got, mistakes, rtol):
+    for cause, answer in mistakes.items():
+        answer = np.asarray(answer, np.float64)
+        if got.shape == answer.shape and np.allclose(got, answer, rtol, equal_nan=True):
+            return cause
+    if not np.all(np.isfinite(got)):
+        return "a division by zero or an overflow: the result is not finite"
+    return "none of the usual ones; compare the equation with your code, term by term"
+
+
+def unpack_answer(what, answer, names):
+    """The learner's results, which must be a tuple (name, name, ...)."""
+    if not isinstance(answer, tuple) or len(answer) != len(names):
+        raise AssertionError(
+            f"{what}: got {type(answer).__name__}; expected ({', '.join(names)})"
+        )
+    return answer
+
+
+# --- bytes ----------------------------------------------------------------------------
+def check_bits_per_number(f):
+    """f(b, G) -> bits per number: b-bit codes and one 16-bit scale per G numbers."""
+    b, G = 3, 48
+    mistakes = {
+        "the scale is not counted": b,
+        "the scale has 16 bits, not 2: bits and bytes are mixed": b + 2 / G,
+        "the scale is shared by G numbers: divide its 16 bits by G": b + 16,
+        "this is bytes per number; multiply by 8": (b + 16 / G) / 8,
+    }
+    expected = Scheme(b, "token", G).bits_per_element(T=5, D=2 * G)
+    compare(f"bits per number, b={b}, G={G}", f(b, G), expected, mistakes)
+
+
+def check_cache_bytes(f):
+    """f(L, T, H_kv, D, b, G) -> bytes: b-bit codes, an FP16 scale per G numbers."""
+    L, T, H_kv, D, b, G = 3, 17, 5, 96, 4, 32
+    scheme = Scheme(b, "token", G)
+    expected = cache_bytes(
+        Policy(scheme, scheme), layers=L, kv_heads=H_kv, head_dim=D, tokens=T
+    )
+    numbers = 2 * L * T * H_kv * D
+    mistakes = {
+        "keys and values are two tensors: a factor 2 is missing": expected / 2,
+        "the scales are not counted": numbers * b / 8,
+        "b is in bits: divide it by 8": numbers * (b + 2 / G),
+        "the scale has 2 bytes, not 16": numbers * (b / 8 + 16 / G),
+    }
+    compare("bytes of the cache", f(L, T, H_kv, D, b, G), expected, mistakes)
+
+
+def check_users(f):
+    """f(memory, weights, cache) -> users whose caches fit beside the weights."""
+    cache = 2**30
+    for memory, weights in ((25.5 * cache, 12.7 * cache), (cache, 3.5 * cache)):
+        expected = max(int((memory - weights) // cache), 0)
+        mistakes = {
+            "the weights are not counted": memory // cache,
+            "a part of a user is no user: round down": np.ceil(
+                (memory - weights) / cache
+            ),
+            "the number of users is an integer: use //": (memory - weights) / cache,
+            "weights that do not fit leave room for 0 users, not for fewer": (
+                memory - weights
+            )
+            // cache,
+        }
+        what = f"users with {memory / cache} GiB and weights of {weights / cache} GiB"
+        compare(what, f(memory, weights, cache), expected, mistakes)
+
+
+def check_longest_context(f):
+    """f(budget, token_bytes, block) -> most tokens, a multiple of block."""
+    budget, token_bytes, block = 1_000_000, 544, 16
+    tokens = budget // token_bytes
+    mistakes = {
+        "tokens come in whole blocks: round down to a multiple of `block`": tokens,
+        "this rounds up: the last block does not fit": -(-tokens // block) * block,
+        "this is blocks, not tokens": tokens // block,
+        "`token_bytes` is for one token, not for a block": budget
+        // token_bytes
+        * block,
+    }
+    compare(
+        "tokens that fit, in whole blocks",
+        f(budget, token_bytes, block),
+        tokens // block * block,
+        mistakes,
+    )
+
+
+# --- quantizers -----------------------------------------------------------------------
+def check_symmetric(f):
+    """f(x, b) -> (codes, s): s = max|x| / Q, integers -Q..Q, Q = 2^(b-1) - 1."""
+    x, b = np.array([0.4, -1.0, 2.6, -3.1, 0.0, 1.55, 1.3]), 3
+    codes, s = unpack_answer("symmetric quantizer", f(x, b), ("codes", "s"))
+    top = np.abs(x).max()
+    mistakes = {
+        "the largest |x| counts, also where x is negative": x.max() / 3,
+        "this divides by 2^(b-1); Q is one less": top / 4,
+        "this divides by 2^b - 1, as the asymmetric quantizer does": top / 7,
+    }
+    compare("scale s", s, top / 3, mistakes)
+    mistakes = {
+        "x / s was cut off, not rounded": np.trunc(x / s),
+        "x / s was not rounded": x / s,
+        "these are the stored codes: leave out the offset": np.rint(x / s) + 4,
+    }
+    compare("codes", codes, np.rint(x / s), mistakes)
+    codes, s = f(np.zeros(3), b)
+    compare("codes of a group of zeros", codes, np.zeros(3))
+
+
+def check_asymmetric(f):
+    """f(x, b) -> (codes, s, z): s = (max - min) / (2^b - 1), z = min."""
+    x, b = np.array([10.5, 11.0, 12.3, 13.9, 14.0, 10.9]), 4
+    names = ("codes", "s", "z")
+    codes, s, z = unpack_answer("asymmetric quantizer", f(x, b), names)
+    low, high = x.min(), x.max()
+    mistakes = {
+        "2^b levels have 2^b - 1 steps between them": (high - low) / 2**b,
+        "this is the symmetric scale": high / (2 ** (b - 1) - 1),
+        "the range starts at min, not at 0": high / (2**b - 1),
+    }
+    compare("scale s", s, (high - low) / (2**b - 1), mistakes)
+    mistakes = {
+        "z is the minimum itself, a real number, not a code": np.rint(-low / s),
+        "z is the minimum, without a change of sign": -low,
+    }
+    compare("zero z", z, low, mistakes)
+    mistakes = {
+        "z must be subtracted before the division": np.rint(x / s),
+        "(x - z) / s was cut off, not rounded": np.trunc((x - low) / s),
+        "codes were clipped to b - 1 bits": np.clip(np.rint((x - low) / s), 0, 7),
+    }
+    compare("codes", codes, np.rint((x - low) / s), mistakes)
+    codes, s, z = f(np.full(3, 2.5), b)
+    compare("a constant group comes back exactly", s * np.asarray(codes) + z, [2.5] * 3)
+
+
+def check_sqnr(f):
+    """f(b, xmax, sigma) -> dB: 10 log10(sigma^2 / (s^2 / 12)), s = 2 xmax / 2^b."""
+    b, xmax, sigma = 5, 3.0, 0.8
+    s = 2 * xmax / 2**b
+    expected = 10 * np.log10(sigma**2 / (s**2 / 12))
+    mistakes = {
+        "use log10, not the natural logarithm": expected * np.log(10),
+        "the ratio is of squares already: 10 log10, not 20": 2 * expected,
+        "signal over noise: the ratio is upside down": -expected,
+        "the range is [-xmax, xmax], 2 xmax wide": expected + 20 * np.log10(2),
+        "sigma must be squared": expected - 10 * np.log10(sigma),
+    }
+    compare("predicted SQNR in dB", f(b, xmax, sigma), expected, mistakes)
+
+
+# --- groups ---------------------------------------------------------------------------
+# The reference computes in float32: a learner's float64 differs in the seventh digit.
+FLOAT32 = 1e-5
+
+
+def _uneven_tensor():
+    x = np.random.default_rng(0).standard_normal((3, 10))
+    x[:, 3] *= 20
+    return x
+
+
+def _stored(x, b, per, group):
+    scheme = Scheme(b, per, group, "symmetric", "float32")
+    return quantize(x, scheme).dequantize()[0]
+
+
+def check_grouped(f):
+    """f(x, b, G) -> x_hat (T, D): G consecutive numbers of a row share a scale."""
+    x, b, G = _uneven_tensor(), 4, 4
+    expected = _stored(x, b, "token", G)
+    short = np.array(expected)
+    short[:, 8:] = 0
+    mistakes = {
+        "the last, smaller group is missing: 10 = 4 + 4 + 2": short,
+        "one scale serves the whole tensor": _stored(x, b, "tensor", None),
+        "one scale serves a whole row": _stored(x, b, "token", None),
+        "groups run down a column, not along a row": _stored(x, b, "channel", G),
+    }
+    what = "x_hat in groups of 4, 4 and 2"
+    compare(what, f(x, b, G), expected, mistakes, FLOAT32)
+
+
+def check_grouped_per_channel(f):
+    """f(x, b, G) -> x_hat (T, D): G consecutive numbers of a column share a scale."""
+    x, b, G = _uneven_tensor(), 4, 2
+    expected = _stored(x, b, "channel", G)
+    short = np.array(expected)
+    short[2:] = 0
+    mistakes = {
+        "groups run along a row, not down a column": _stored(x, b, "token", G),
+        "the last, smaller group is missing: 3 = 2 + 1": short,
+        "one scale serves a whole column": _stored(x, b, "channel", None),
+        "one scale serves the whole tensor": _stored(x, b, "tensor", None),
+    }
+    what = "x_hat in groups of 2 and 1 per column"
+    compare(what, f(x, b, G), expected, mistakes, FLOAT32)
+
+
+def check_ragged_bits(f):
+    """f(b, G, D) -> bits: b-bit codes, 16-bit scale and zero per started group."""
+    b, G, D = 3, 32, 80
+    scheme = Scheme(b, "token", G, "asymmetric")
+    expected = scheme.bits_per_element(T=1, D=D)
+    mistakes = {
+        "80 / 32 groups are 3, not 2.5: a started group has its metadata": b + 32 / G,
+        "80 / 32 groups are 3, not 2: round up": b + 32 * 2 / D,
+        "the zero is not counted": b + 16 * 3 / D,
+        "the metadata is shared by all D numbers: divide by D": b + 32 * 3,
+        "these are the bits of the whole row: divide by D": expected * D,
+    }
+    compare(f"bits per number, b={b}, G={G}, D={D}", f(b, G, D), expected, mistakes)
+
+
+def check_best_group(f):
+    """f(groups, bits, errors, budget) -> the group of least error within the budget."""
+    groups = np.array([8, 64, 16, 128, 32])
+    bits = np.array([6.0, 4.25, 5.0, 4.125, 4.5])
+    errors = np.array([0.01, 0.03, 0.02, 0.05, 0.04])  # 32 is worse than 64 here
+    mistakes = {
+        "the budget is ignored": 8,
+        "this is the smallest group that fits; an error may still be larger": 32,
+        "this is the cheapest group, not the best": 128,
+        "this is an index; return the group itself": 1,
+        "this is the error; return the group that has it": 0.03,
+    }
+    what = "best group within 4.6 bits per number"
+    compare(what, f(groups, bits, errors, 4.6), 64, mistakes)
+
+
+# --- packing --------------------------------------------------------------------------
+def check_unpack_pairs(f):
+    """f(packed) -> codes: two 4-bit codes per byte, the first in the low half."""
+    codes = np.array([3, 12, 0, 15, 9, 1], np.uint8)
+    mistakes = {
+        "low and high halves are swapped": codes.reshape(-1, 2)[:, ::-1].ravel(),
+        "halves must alternate: low, high, low, high": [3, 0, 9, 12, 15, 1],
+        "the high half was not shifted down by 4 bits": [3, 192, 0, 240, 9, 16],
+        "the low half still holds the high one: keep 4 bits with & 15": [
+            *(195, 12, 240, 15, 25, 1)
+        ],
+    }
+    packed = pack(codes, 4)
+    compare("codes of the bytes c3 f0 19", f(packed.copy()), codes, mistakes)
+
+
+def check_pack_quads(f):
+    """f(codes) -> bytes: four 2-bit codes per byte, the first in the lowest bits."""
+    codes = np.array([1, 2, 3, 0, 2, 2, 0, 1], np.uint8)
+    packed = pack(codes, 2)
+    mistakes = {
+        "the first code belongs in the lowest bits": [108, 161],
+        "each code takes 2 bits: shift by 0, 2, 4, 6": [
+            (1 | 2 << 1 | 3 << 2 | 0 << 3),
+            (2 | 2 << 1 | 0 << 2 | 1 << 3),
+        ],
+        "this is the sum of the codes: shift them first": [6, 5],
+    }
+    compare("bytes of the codes 1 2 3 0 | 2 2 0 1", f(codes.copy()), packed, mistakes)
+
+
+# --- outliers -------------------------------------------------------------------------
+def check_static_share(f):
+    """f(x) -> sum_c mean_t(x)^2 / sum_c mean_t(x^2) for one head x (T, D)."""
+    x = np.random.default_rng(1).standard_normal((7, 4))
+    x += [3.0, -2.0, 0.0, 0.5]
+    mean, energy = x.mean(axis=0), (x**2).mean(axis=0)
+    share = (mean**2).sum() / energy.sum()
+    mistakes = {
+        "the mean runs over the channels; it runs over the tokens, axis 0": (
+            (x.mean(axis=1) ** 2).sum() / (x**2).mean(axis=1).sum()
+        ),
+        "square the mean of each channel before you add them": mean.sum()
+        / energy.sum(),
+        "square first, then add: (sum of the means)^2 is something else": mean.sum()
+        ** 2
+        / energy.sum(),
+        "this is the share that is not static": 1 - share,
+        "the energy is a mean over the tokens, as the mean is": (mean**2).sum()
+        / (x**2).sum(),
+        "add over the channels first, divide then": (mean**2 / energy).mean(),
+    }
+    compare("static share", f(x.copy()), share, mistakes)
+
+
+def check_rotated_scores(f):
+    """f(q, k_rotated) -> q . k / sqrt(D) from k_rotated = k H. q (D,), k (T, D)."""
+    q, *k = np.random.default_rng(2).standard_normal((6, 8))
+    H = hadamard_matrix(8)
+    k = np.array(k)
+    expected = k @ q / np.sqrt(8)
+    mistakes = {
+        "the query must be rotated like the keys": k @ H @ q / np.sqrt(8),
+        "divide by sqrt(D)": k @ q,
+        "divide by sqrt(D), not by D": k @ q / 8,
+    }
+    compare("scores from rotated keys", f(q.copy(), k @ H), expected, mistakes)
+
+
+def check_smooth(f):
+    """f(k) -> (k - m, m), m the mean over tokens: k (H, T, D), m (H, 1, D)."""
+    k = np.random.default_rng(3).standard_normal((2, 5, 3))
+    k += [9.0, 0.0, -4.0]
+    smoothed, m = unpack_answer("smoothing", f(k.copy()), ("k - m", "m"))
+    if np.shape(m) == (2, 3):
+        raise AssertionError(
+            "mean key m: got shape (2, 3), expected (2, 1, 3)\n"
+            "likely cause: keepdims=True keeps the token axis, so that k - m fits"
+        )
+    mistakes = {
+        "one mean for all heads: each head has its own": np.broadcast_to(
+            k.mean(axis=(0, 1)), (2, 1, 3)
+        ),
+        "this is the median": np.median(k, axis=1, keepdims=True),
+    }
+    mean = k.mean(axis=1, keepdims=True)
+    compare("mean key m", m, mean, mistakes)
+    mistakes = {"m was added": k + mean, "nothing was subtracted": k}
+    compare("smoothed keys", smoothed, k - mean, mistakes)
+
+
+def check_largest_channels(f):
+    """f(x, n) -> the n channels with the largest max_t |x|, in any order. x (T, D)."""
+    x = np.zeros((4, 6))
+    x[:, 1] = 3.0  # large on average
+    x[2, 3], x[1, 5], x[0, 0] = -9.0, 4.0, 3.5
+    mistakes = {
+        "the sign does not count: take the absolute value": [0, 5],
+        "this is by the mean of |x|; the equation takes the maximum": [1, 3],
+        "these are the smallest ones": [2, 4],
+        "these are tokens; take the maximum over axis 0": [1, 2],
+    }
+    got = f(x.copy(), 2)
+    got = np.sort(got) if np.ndim(got) == 1 else got
+    compare("the 2 largest channels", got, [3, 5], mistakes)
+
+
+# --- keys versus values ---------------------------------------------------------------
+def check_weight_moved(f):
+    """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""
+    S = np.array([4.0, 3.8, 1.0, -2.0])
+    delta = np.array([-0.2, 0.3, 0.9, 0.1])
+    change = softmax(S + delta) - softmax(S)
+    raw = np.exp(S + delta) - np.exp(S)
+    mistakes = {
+        "what one token loses another one gains: halve the sum": np.abs(change).sum(),
+        "add the absolute changes: with their signs they add up to 0": change.sum() / 2,
+        "divide exp(S) by its sum: weights add up to 1": np.abs(raw).sum() / 2,
+        "this is the largest change of one token": np.abs(change).max(),
+        "this is the mean; the equation has a sum": np.abs(change).mean() / 2,
+        "delta is added to S, it does not replace it": np.abs(
+            softmax(delta) - softmax(S)
+        ).sum()
+        / 2,
+    }
+    expected = np.abs(change).sum() / 2
+    compare("weight that moves", f(S.copy(), delta.copy()), expected, mistakes)
+
+
+def check_logit_bound(f):
+    """f(q, s) -> sum_c |q_c| s / (2 sqrt(D)): the most a logit can move. q (D,)."""
+    q, s = np.array([1.0, -2.0, 0.5, 3.0, -0.25, 0.0, 1.5]), 0.3
+    D, total = len(q), np.abs(q).sum()
+    mistakes = {
+        "take absolute values before you add: errors can have any sign": abs(q.sum())
+        * s
+        / 2
+        / np.sqrt(D),
+        "an error is at most half a step": total * s / np.sqrt(D),
+        "logits are divided by sqrt(D)": total * s / 2,
+        "divide by sqrt(D), not by D": total * s / 2 / D,
+        "this uses the length of q (2-norm); the worst case adds all |q_c|": (
+            np.linalg.norm(q) * s / 2 / np.sqrt(D)
+        ),
+    }
+    expected = total * s / 2 / np.sqrt(D)
+    compare("largest move of a logit", f(q.copy(), s), expected, mistakes)
+
+
+def check_value_error(f):
+    """f(p, eps) -> sqrt(sum_j p_j^2 eps_j^2): p weights, eps rms errors, both (T,)."""
+    p, eps = np.array([0.5, 0.25, 0.15, 0.1]), np.array([0.1, 0.4, 0.2, 0.8])
+    mistakes = {
+        "errors of different signs cancel in part: add squares, not errors": p @ eps,
+        "the weight must be squared as well": np.sqrt(p @ eps**2),
+        "take the square root of the sum": np.sum(p**2 * eps**2),
+        "this leaves the errors out": np.sqrt(np.sum(p**2)),
+        "divide by nothing: the weights do the averaging": np.sqrt(
+            np.mean(p**2 * eps**2)
+        ),
+    }
+    expected = np.sqrt(np.sum(p**2 * eps**2))
+    compare("expected error of the output", f(p.copy(), eps.copy()), expected, mistakes)
+
+
+# --- the streaming cache --------------------------------------------------------------
+def check_split(f):
+    """f(T, R, G) -> (quantized, window): tokens leave a window of R in groups of G."""
+    for T, R, G in ((200, 32, 24), (31, 32, 24), (56, 32, 24), (55, 32, 24), (0, 0, 8)):
+        whole = max(T - R, 0) // G * G
+        mistakes = {
+            "the newest R tokens stay in full precision": (T // G * G, T % G),
+            "only whole groups leave: round down to a multiple of G": (
+                *(max(T - R, 0), min(T, R)),
+            ),
+            "with fewer than R tokens nothing is quantized: no negative counts": (
+                *((T - R) // G * G, T - (T - R) // G * G),
+            ),
+            "this counts groups; return tokens": (whole // G, T - whole),
+            "the order is (quantized, window)": (T - whole, whole),
+            "what is not quantized is all in the window: T - quantized": (whole, R),
+        }
+        answer = unpack_answer("split", f(T, R, G), ("quantized", "window"))
+        what = f"quantized and window, T={T}, R={R}, G={G}"
+        compare(what, answer, (whole, T - whole), mistakes)
+
+
+def check_stored_bits(f):
+    """f(arrays, n) -> stored bits per number of a cache that holds n numbers."""
+    arrays = [np.zeros((3, 5), np.uint8), np.zeros(5, np.float16), np.zeros((2, 3))]
+    n = 30
+    mistakes = {
+        "a byte has 8 bits": sum(a.nbytes for a in arrays) / n,
+        "count bytes, not elements: dtypes differ": sum(a.size for a in arrays) * 8 / n,
+        "count every array, not only the first": arrays[0].nbytes * 8 / n,
+        "divide by the numbers that the cache stands for, n": sum(
+            a.nbytes for a in arrays
+        )
+        * 8,
+        "float16 has two bytes, float64 eight: use nbytes": sum(a.size for a in arrays)
+        * 16
+        / n,
+    }
+    expected = 8 * sum(a.nbytes for a in arrays) / n
+    compare("stored bits per number", f(list(arrays), n), expected, mistakes)
+
+
+def check_block_key(f):
+    """f(tenant, scheme, tokens) -> hashable: blocks may be shared if keys are equal."""
+    scheme = Scheme(4, "channel", 8)
+    base = ("tenant a", scheme, (5, 17, 3))
+    others = {
+        "tenant": ("tenant b", scheme, (5, 17, 3)),
+        "scheme": ("tenant a", Scheme(2, "channel", 8), (5, 17, 3)),
+        "order of the tokens": ("tenant a", scheme, (17, 5, 3)),
+        "last token": ("tenant a", scheme, (5, 17, 4)),
+        "number of tokens": ("tenant a", scheme, (5, 17)),
+    }
+    key = f(*base)
+    try:
+        hash(key)
+    except TypeError:
+        raise AssertionError(
+            f"block key: got {type(key).__name__}, which no dict can look up\n"
+            "likely cause: a list; a tuple can be a key"
+        ) from None
+    if key is None or key != f("tenant a", Scheme(4, "channel", 8), (5, 17, 3)):
+        raise AssertionError(
+            "block key: equal tenant, scheme and tokens must give equal keys\n"
+            "likely cause: id() or a counter is part of the key, or nothing is returned"
+        )
+    for what, arguments in others.items():
+        if key == f(*arguments):
+            raise AssertionError(
+                f"block key: blocks that differ in the {what} get the same key\n"
+                f"likely cause: the {what} is not part of the key"
+            )
+    print("ok: block key")
