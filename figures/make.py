@@ -7,7 +7,8 @@ A plot script's docstring begins with the finding, in one line. The script defin
 
     NAME                     the stem of its three files
     data()                   its numbers: a list of dicts, one per row
-    draw(table, path_stem)   writes path_stem.svg and path_stem.png from such rows
+    draw(table, path_stem)   writes path_stem.svg and path_stem.png from such rows,
+                             through kvq.plots.save: the same bytes on every run
 
 Pictures are drawn from the recorded CSV. A CSV whose numbers still hold is left as it
 is, so that another machine's last digits do not rewrite it.
@@ -16,7 +17,6 @@ is, so that another machine's last digits do not rewrite it.
 import argparse
 import importlib.util
 import math
-import os
 import sys
 import tempfile
 import time
@@ -128,10 +128,7 @@ def check(folder, module):
 
 def run(folder, names, check_only):
     """Make (or check) the figures, one line each. Exit code 1 where one drifted."""
-    # Element ids and dates in an SVG are random unless these are set.
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "kvq"
-    os.environ["SOURCE_DATE_EPOCH"] = "0"
+    matplotlib.use("Agg")  # no window, whatever the caller's settings
     drifted = False
     for module in load(folder, names):
         start = time.perf_counter()

@@ -8,7 +8,7 @@ Every backend has
                             `OPS`, `case` the Scheme (pack, dequant) or Policy (decode)
     pack(x, scheme)         QuantizedTensor: what `kvq.quantize` gives
     dequant(qt)             float32 of the shape of qt: what `qt.dequantize()` gives
-    decode(q, cache, ...)   attention: what `cache.attend(q, ...)` gives, and its options
+    decode(q, cache, ...)   attention, with the options of `cache.attend(q, ...)`
 
 An operation on an unsupported case raises ValueError with that reason; no backend
 hands it to another one. Results agree in three classes: codes exactly, dequantized
@@ -38,7 +38,9 @@ def backend(name="auto", op=None, case=None):
             if not b.unavailable() and (op is None or not b.unsupported(op, case))
         )
     if name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; valid: auto, {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"unknown backend {name!r}; valid: auto, {', '.join(BACKENDS)}"
+        )
     reason = BACKENDS[name].unavailable()
     if reason:
         raise RuntimeError(f"backend {name!r} cannot run here: {reason}")
@@ -81,13 +83,13 @@ class NumbaCPUBackend:
         return _uniform_only(case)
 
     def pack(self, x, scheme):
-        from kvq.kernels.cpu.pack import pack
+        from kvq.kernels.cpu.codes import pack
 
         self._require("pack", scheme)
         return pack(x, scheme)
 
     def dequant(self, qt):
-        from kvq.kernels.cpu.dequant import dequant
+        from kvq.kernels.cpu.codes import dequant
 
         self._require("dequant", qt.scheme)
         return dequant(qt)

@@ -449,6 +449,21 @@ def check_value_error(f):
     compare("expected error of the output", f(p.copy(), eps.copy()), expected, mistakes)
 
 
+def check_safe_step(f):
+    """f(q, distance) -> the s with 2 * (sum_c |q_c| s / (2 sqrt(D))) = distance."""
+    q, distance = np.array([1.0, -2.0, 0.5, 3.0, -0.25]), 0.2
+    total, root = np.abs(q).sum(), np.sqrt(5)
+    mistakes = {
+        "both scores move: twice the bound must fit": 2 * distance * root / total,
+        "sqrt(D) is missing": distance / total,
+        "solve for s: sqrt(D) belongs on top": distance / root / total,
+        "take absolute values before you add": distance * root / q.sum(),
+    }
+    compare(
+        "largest safe step", f(q.copy(), distance), distance * root / total, mistakes
+    )
+
+
 # --- the streaming cache --------------------------------------------------------------
 def check_split(f):
     """f(T, R, G) -> (quantized, window): tokens leave a window of R in groups of G."""
@@ -507,18 +522,20 @@ def check_block_key(f):
         hash(key)
     except TypeError:
         raise AssertionError(
-            f"block key: got {type(key).__name__}, which no dict can look up\n"
+            f"block key: got {type(key).__name__}, expected what a dict can look up\n"
             "likely cause: a list; a tuple can be a key"
         ) from None
     if key is None or key != f("tenant a", Scheme(4, "channel", 8), (5, 17, 3)):
         raise AssertionError(
-            "block key: equal tenant, scheme and tokens must give equal keys\n"
+            f"block key: got {key!r} and another one for the same tenant, scheme and "
+            "tokens; expected the same key\n"
             "likely cause: id() or a counter is part of the key, or nothing is returned"
         )
     for what, arguments in others.items():
         if key == f(*arguments):
             raise AssertionError(
-                f"block key: blocks that differ in the {what} get the same key\n"
+                f"block key: got the same key for blocks that differ in the {what}, "
+                "expected two\n"
                 f"likely cause: the {what} is not part of the key"
             )
     print("ok: block key")

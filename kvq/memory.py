@@ -285,19 +285,17 @@ def bytes_per_token(policy, shape, tokens=None):
 def peak_bytes(policy, shape, tokens, batch=1, **options):
     """The most bytes a cache takes on its way from 0 to `tokens` tokens.
 
-    bytes(T) falls a little whenever a block leaves the full-precision window, and so
-    does the sum of what the layers hold when a sliding window cuts a block off. Between
-    those points it never falls, and each fall starts higher than the one before: the
-    maximum is at T, at the last fall before T, or likewise at the sliding window.
+    bytes(T) falls where a block leaves the full-precision window, and never between
+    those lengths; the falls of a layer start higher and higher until it slides. So the
+    maximum is at T or just before the last fall, of the layers that grow or of those
+    that slide.
     """
     tokens = _integer("tokens", tokens, 0)
     stored = stored_policy(policy, shape)
-    ends = [tokens]
-    if shape.sliding_layers and tokens >= shape.sliding_window:
-        ends.append(shape.sliding_window - 1)
-    candidates = {T for end in ends for T in (end, _before_last_flush(stored, end))}
+    ends = {held for _, held in shape.held(tokens)}
+    lengths = ends | {_before_last_flush(stored, end) for end in ends}
     return max(
-        cache_parts(policy, shape, T, batch, **options)["total"] for T in candidates
+        cache_parts(policy, shape, T, batch, **options)["total"] for T in lengths
     )
 
 

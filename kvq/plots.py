@@ -8,11 +8,9 @@ Across the project a colour has one meaning (`COLORS`), and a marker or a dash s
 the same again: measured is solid with markers, predicted is dashed without.
 """
 
-import contextlib
 import os
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -29,9 +27,13 @@ COLORS = {
     "fp16": "#000000",
     "token": "#E69F00",
     "channel": "#009E73",
+    1: "#EBBBD4",
     2: "#DE9CBF",
     3: "#BE6495",
     4: "#8C3A6B",
+    5: "#782D5C",
+    6: "#66234F",
+    7: "#541A44",
     8: "#43123A",
 }
 MARKERS = {
@@ -41,12 +43,21 @@ MARKERS = {
     "Gaussian": "^",
     "token": "o",
     "channel": "s",
+    1: "<",
     2: "v",
     3: "^",
     4: "o",
+    5: "p",
+    6: "h",
+    7: ">",
     8: "s",
 }
-NAMES = {"K": "keys", "V": "values", "K before RoPE": "keys before RoPE"}
+NAMES = {
+    "K": "keys",
+    "V": "values",
+    "K before RoPE": "keys before RoPE",
+    "Gaussian": "Gaussian numbers",
+}
 AXES = {
     "token": "per token",
     "channel": "per channel",
@@ -67,7 +78,8 @@ def subplots(*args, **options):
 
 def headline(fig, text):
     """The finding, above everything, in bold."""
-    fig.suptitle(text, x=0.01, ha="left")
+    with plt.style.context(STYLE):
+        fig.suptitle(text, x=0.01, ha="left")
 
 
 def save(fig, stem):
@@ -100,16 +112,16 @@ def column(table, name):
     return np.array([row[name] for row in table])
 
 
-def values_of(table, name):
+def distinct(table, name):
     """The distinct values of a column, in the order they first appear."""
     return list(dict.fromkeys(row[name] for row in table))
 
 
 def _look(key, **more):
-    return {"color": COLORS.get(key, "#000000"), "marker": MARKERS.get(key), **more}
+    return {"color": COLORS[key], "marker": MARKERS[key], **more}
 
 
-_PREDICTED = {"color": COLORS["predicted"], "ls": (0, (4, 2)), "lw": 1.4, "zorder": 1.5}
+_PREDICTED = {"color": COLORS["predicted"], "ls": (0, (4, 2)), "lw": 1.5}
 
 
 def _plain(value, _=None):
@@ -118,46 +130,86 @@ def _plain(value, _=None):
 
 def _ticks(axis, values):
     """Ticks at these values alone, written as plain numbers."""
-    axis.set_major_locator(FixedLocator(values))
+    axis.set_major_locator(FixedLocator(sorted(set(values))))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(_plain))
 
 
 def _log2_axis(ax, values):
     ax.set_xscale("log", base=2)
-    _ticks(ax.xaxis, sorted(set(values)))
+    _ticks(ax.xaxis, values)
 
 
-def _end_label(ax, x, y, text, color, dx=8, dy=0, **options):
-    """Text beside the last point of a line."""
+def _label(ax, x, y, text, color, dx=8, dy=0, **options):
+    """Text beside a point, `dx` and `dy` in typographic points away from it."""
     options = {"va": "center", "ha": "left", "fontsize": 10, **options}
     where = {"xytext": (dx, dy), "textcoords": "offset points"}
-    ax.annotate(text, (x[-1], y[-1]), color=color, **where, **options)
+    ax.annotate(text, (x, y), color=color, **where, **options)
+
+
+def _dots(ax, names, points):
+    """Dots in rows, the first name on top. points : (row name, x, look)."""
+    for name, x, look in points:
+        ax.plot(x, names.index(name), ls="none", **look)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+
+
+def _legend(ax, **options):
+    """A legend in which each label appears once."""
+    handles, labels = ax.get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    ax.legend(once.values(), once.keys(), **options)
 
 
 # --- group size -----------------------------------------------------------------------
-def plot_group_size(ax, table, tensor="K", bits=None, predicted="gaussian"):
-    """Error against group size, one line per axis and number of bits.
+def plot_group_size(ax, table, tensor="K", bits=(2, 4)):
+    """Error against group size: per token and per channel, beside Gaussian numbers.
 
-    predicted : "gaussian" (dashed grey, one line per number of bits), "scales"
-        (dashed, one per measured line) or None.
+    table : rows of `study.group_size`.
     """
     table = pick(table, tensor=tensor)
-    bits = bits or values_of(table, "bits")
     for b in bits:
-        rows = pick(table, bits=b)
-        for per in values_of(rows, "per"):
-            line = pick(rows, per=per)
+        for per in distinct(table, "per"):
+            line = pick(table, bits=b, per=per)
             x, y = column(line, "group"), column(line, "nmse")
             ax.plot(x, y, **_look(per))
-            label = f"{AXES[per]}, {b} bits"
-            _end_label(ax, x, y, label, COLORS[per])
-            if predicted == "scales":
-                ax.plot(x, column(line, "predicted_scales"), **_PREDICTED)
-        if predicted == "gaussian":
-            line = max((pick(rows, per=p) for p in values_of(rows, "per")), key=len)
-            x, y = column(line, "group"), column(line, "predicted_gaussian")
-            ax.plot(x, y, **_PREDICTED)
+            text = f"{AXES[per]}, {b} bits"
+            dy = 12 if per == "token" else -13
+            _label(ax, x[-1], y[-1], text, COLORS[per], dx=4, dy=dy, ha="right")
+        longest = max((pick(table, bits=b, per=p) for p in AXES), key=len)
+        x, y = column(longest, "group"), column(longest, "predicted_gaussian")
+        ax.plot(x, y, **_PREDICTED, label="predicted for Gaussian numbers")
+    _finish_group_axes(ax, table)
+    _legend(ax, loc="lower right")
+
+
+def plot_group_size_bits(ax, table, tensor, per):
+    """Error against group size, one line per number of bits, with both predictions.
+
+    table : rows of `study.group_size`.
+    """
+    table = pick(table, tensor=tensor, per=per)
+    for b in distinct(table, "bits"):
+        line = pick(table, bits=b)
+        x = column(line, "group")
+        ax.plot(x, column(line, "nmse"), **_look(b))
+        ax.plot(
+            x,
+            column(line, "predicted_scales"),
+            color="black",
+            ls=(0, (2, 2)),
+            lw=1.2,
+            label="predicted from the stored scales",
+        )
+        gaussian = column(line, "predicted_gaussian")
+        ax.plot(x, gaussian, **_PREDICTED, label="predicted for Gaussian numbers")
+        _label(ax, x[-1], line[-1]["nmse"], f"{b} bits", COLORS[b])
+    _finish_group_axes(ax, table)
+    ax.set_title(f"{NAMES[tensor]} {AXES[per]}", color=COLORS[tensor])
+
+
+def _finish_group_axes(ax, table):
     ax.set_yscale("log")
     _log2_axis(ax, column(table, "group"))
     ax.set_xlabel("group size G: numbers that share one scale and zero")
@@ -165,14 +217,338 @@ def plot_group_size(ax, table, tensor="K", bits=None, predicted="gaussian"):
 
 
 def plot_pareto(ax, table, tensor="K", bits=None):
-    """Error against stored bits per number: every group size of every width."""
+    """Error against stored bits per number: one line per width, one dot per group.
+
+    table : rows of `study.group_size`.
+    """
     table = pick(table, tensor=tensor)
-    for b in bits or values_of(table, "bits"):
-        for per in values_of(table, "per"):
+    for b in bits or distinct(table, "bits"):
+        for per in distinct(table, "per"):
             line = pick(table, bits=b, per=per)
-            ax.plot(
-                column(line, "bits_per_element"), column(line, "nmse"), **_look(per)
-            )
+            x, y = column(line, "bits_per_element"), column(line, "nmse")
+            ax.plot(x, y, **_look(per, markersize=5, lw=1.5), label=AXES[per])
+            _label(ax, x[0], y[0], f"{b}b, G={line[0]['group']}", COLORS[per], dx=6)
     ax.set_yscale("log")
     ax.set_xlabel(BITS_PER_ELEMENT)
     ax.set_ylabel(NMSE)
+    _legend(ax)
+
+
+# --- bits -----------------------------------------------------------------------------
+_LEVELS = {"symmetric": "v", "asymmetric": "o", "lloyd-max": "D"}
+
+
+def plot_bits(ax, table, tensor="K"):
+    """SQNR against bits, one line per kind of levels, beside what theory allows.
+
+    table : rows of `study.bits`.
+    """
+    table = pick(table, tensor=tensor)
+    for levels in distinct(table, "levels"):
+        line = pick(table, levels=levels)
+        look = {"color": COLORS[tensor], "marker": _LEVELS[levels], "lw": 1.5}
+        ax.plot(column(line, "bits"), column(line, "sqnr_db"), label=levels, **look)
+    line = pick(table, levels=distinct(table, "levels")[-1])
+    x = column(line, "bits")
+    for name, text, dash in (
+        ("rate_distortion", "rate-distortion bound, 6.02 dB per bit", "-"),
+        ("lloyd_max", "best scalar levels for Gaussian numbers", (0, (4, 2))),
+    ):
+        y = -10 * np.log10(column(line, name))
+        ax.plot(x, y, color="black", lw=1.2, ls=dash, label=text)
+    ax.set_xticks(distinct(table, "bits"))
+    ax.set_xlabel("bits per code")
+    ax.set_ylabel("signal to error (SQNR), dB")
+    ax.set_title(NAMES[tensor], color=COLORS[tensor])
+    _legend(ax, loc="upper left")
+
+
+# --- axis -----------------------------------------------------------------------------
+def plot_axis(ax, table, bits=4):
+    """Error of each tensor for each set of numbers that shares a scale.
+
+    table : rows of `study.axis`.
+    """
+    table = pick(table, bits=bits)
+    names = {
+        per: f"{AXES[per]}\n{pick(table, per=per)[0]['bits_per_element']:.2f} bits"
+        for per in distinct(table, "per")
+    }
+    points = [
+        (
+            names[r["per"]],
+            r["nmse"],
+            _look(r["tensor"], label=NAMES[r["tensor"]], markersize=9),
+        )
+        for r in table
+    ]
+    _dots(ax, list(names.values()), points)
+    ax.set_xscale("log")
+    ax.set_xlabel(NMSE)
+    ax.set_title(f"{bits} bits per code")
+    _legend(ax)
+
+
+# --- keys versus values ---------------------------------------------------------------
+def plot_key_vs_value(ax, table, y="output_error", tensors=("K", "V")):
+    """One column against bits, for keys alone and values alone quantized.
+
+    table : rows of `study.key_vs_value`. y : "output_error", "nmse", "logit_rms"
+    (with its prediction, for keys) or another of its columns.
+    """
+    for tensor in tensors:
+        for per in distinct(table, "per"):
+            line = pick(table, tensor=tensor, per=per)
+            x = column(line, "bits")
+            look = {"color": COLORS[tensor], "marker": MARKERS[per]}
+            face = "white" if per == "channel" else COLORS[tensor]
+            text = f"{NAMES[tensor]} {AXES[per]}"
+            ax.plot(x, column(line, y), **look, mfc=face, mew=1.5, label=text)
+            if y == "logit_rms":
+                predicted = column(line, "logit_rms_predicted")
+                ax.plot(x, predicted, **_PREDICTED, label="predicted, from the scales")
+    ax.set_yscale("log")
+    ax.set_xticks(distinct(table, "bits"))
+    ax.set_xlabel("bits per code")
+    labels = {"output_error": OUTPUT_ERROR, "nmse": NMSE, "logit_rms": "logit change"}
+    ax.set_ylabel(labels.get(y, y))
+    _legend(ax)
+
+
+def plot_softmax_bounds(ax, table, measure="tv"):
+    """Each query's total variation ("tv") or "kl" against omega, under its bound.
+
+    table : rows of `study.softmax_bounds`.
+    """
+    for b in distinct(table, "bits"):
+        rows = pick(table, bits=b)
+        look = _look(b, ls="none", markersize=4, alpha=0.7)
+        ax.plot(column(rows, "omega"), column(rows, measure), **look, label=f"{b} bits")
+    rows = sorted(table, key=lambda row: row["omega"])
+    text = {"tv": r"bound $\tanh(\omega/4)$", "kl": r"bound $\omega^2/8$"}[measure]
+    bound = column(rows, f"{measure}_bound")
+    ax.plot(column(rows, "omega"), bound, color="black", ls=(0, (4, 2)), label=text)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel(r"$\omega$: largest minus smallest logit change of a query")
+    names = {"tv": "total variation of the weights", "kl": "KL divergence, nats"}
+    ax.set_ylabel(names[measure])
+    _legend(ax, loc="lower right", markerscale=1.5)
+
+
+# --- the residual window --------------------------------------------------------------
+def plot_residual(ax, table, x="residual"):
+    """Output error against the window R, or against "bits_per_element".
+
+    table : rows of `study.residual`.
+    """
+    for b in distinct(table, "bits"):
+        line = pick(table, bits=b)
+        ax.plot(column(line, x), column(line, "output_error"), **_look(b))
+        first = line[0]
+        text = f"{b} bits"
+        _label(ax, first[x], first["output_error"], text, COLORS[b], dx=0, dy=12)
+    if x == "residual":
+        ax.set_xscale("symlog", base=2, linthresh=16, linscale=0.5)
+        _ticks(ax.xaxis, column(table, x))
+        ax.set_xlabel("window R: newest tokens in full precision")
+    else:
+        ax.set_xlabel(BITS_PER_ELEMENT)
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel(OUTPUT_ERROR)
+
+
+# --- rotation and smoothing -----------------------------------------------------------
+def plot_rotation(ax, table, x="nmse"):
+    """One column for each transform of the keys, with and without smoothing.
+
+    table : rows of `study.rotation`. x : "max_over_rms", "nmse" or "output_error".
+    """
+    names = []
+    points = []
+    for r in table:
+        name = r["transform"] + (" + smooth" if r["smooth"] else "")
+        if name not in names:
+            names.append(name)
+        look = _look(r["per"], marker=MARKERS[r["bits"]], markersize=8)
+        text = f"{AXES[r['per']]}, {r['bits']} bits"
+        points.append((name, r[x], {**look, "label": text}))
+    _dots(ax, names, points)
+    labels = {
+        "max_over_rms": "largest number of a group / its RMS",
+        "nmse": NMSE,
+        "output_error": OUTPUT_ERROR,
+    }
+    ax.set_xlabel(labels[x])
+    if x != "max_over_rms":
+        ax.set_xscale("log")
+
+
+# --- codebooks ------------------------------------------------------------------------
+def plot_codebook(ax, table, per="token"):
+    """SQNR of each set of 16 levels, for keys, values and Gaussian numbers.
+
+    table : rows of `study.codebook`.
+    """
+    table = pick(table, per=per)
+    names = {
+        r["codebook"]: f"{r['codebook']}, {r['bits_per_element']:.2f} bits"
+        for r in table
+    }
+    points = [
+        (
+            names[r["codebook"]],
+            r["sqnr_db"],
+            _look(r["tensor"], label=NAMES[r["tensor"]], markersize=8),
+        )
+        for r in table
+    ]
+    _dots(ax, list(names.values()), points)
+    ax.set_xlabel("signal to error (SQNR), dB")
+    ax.set_title(AXES[per])
+    _legend(ax)
+
+
+# --- channels -------------------------------------------------------------------------
+def plot_outliers(ax, table, y="absmax"):
+    """Channels by size, each head its own line, over the typical channel of its head.
+
+    table : rows of `study.channels`. y : "absmax" or "median" of |x| over the tokens.
+    """
+    for tensor in distinct(table, "tensor"):
+        rows = pick(table, tensor=tensor)
+        for h in distinct(rows, "head"):
+            sizes = np.sort(column(pick(rows, head=h), y))[::-1]
+            typical = np.median(sizes)
+            ax.plot(
+                np.arange(1, len(sizes) + 1),
+                sizes / typical if typical else sizes,
+                **_look(tensor, ls=_TENSOR_DASH[tensor], markersize=3, lw=1.3),
+                label=NAMES[tensor],
+            )
+    ax.set_xscale("log", base=2)
+    _ticks(ax.xaxis, 2 ** np.arange(1 + int(np.log2(len(sizes)))))
+    ax.set_yscale("log")
+    ax.set_xlabel("channel, by rank")
+
+
+_TENSOR_DASH = {"K": "-", "V": "-"}
+
+
+def plot_channel_map(ax, table, tensor="K"):
+    """|x| of one head as a picture: channels across, tokens down.
+
+    table : rows of `study.channel_map`. Returns the image, for a colour bar.
+    """
+    rows = pick(table, tensor=tensor)
+    tokens, channels = distinct(rows, "token"), distinct(rows, "channel")
+    picture = column(rows, "mean").reshape(len(tokens), len(channels))
+    step = tokens[1] - tokens[0] if len(tokens) > 1 else 1
+    image = ax.imshow(
+        picture,
+        cmap="cividis",
+        aspect="auto",
+        vmin=0,
+        extent=(-0.5, len(channels) - 0.5, tokens[-1] + step, 0),
+    )
+    ax.grid(False)
+    ax.set_xlabel("channel")
+    ax.set_ylabel("token")
+    ax.set_title(NAMES[tensor], color=COLORS[tensor])
+    return image
+
+
+# --- a study's picture ----------------------------------------------------------------
+def _figure_group_size(table):
+    tensors, axes_of = distinct(table, "tensor"), distinct(table, "per")
+    n, m = len(tensors), len(axes_of) + 1
+    fig, axes = subplots(n, m, figsize=(5 * m, 4 * n), squeeze=False)
+    for row, tensor in zip(axes, tensors, strict=True):
+        for ax, per in zip(row[:-1], axes_of, strict=True):
+            plot_group_size_bits(ax, table, tensor, per)
+            ax.sharey(row[0])
+        plot_pareto(row[-1], table, tensor)
+        row[-1].set_title(f"{NAMES[tensor]}: the price", color=COLORS[tensor])
+    _legend(axes[0][0], loc="lower right", fontsize=8)
+    return fig
+
+
+def _figure_bits(table):
+    tensors = distinct(table, "tensor")
+    fig, axes = subplots(
+        1, len(tensors), figsize=(4.6 * len(tensors), 4.6), sharey=True
+    )
+    for ax, tensor in zip(np.atleast_1d(axes), tensors, strict=True):
+        plot_bits(ax, table, tensor)
+    return fig
+
+
+def _figure_axis(table):
+    bits = distinct(table, "bits")
+    fig, axes = subplots(1, len(bits), figsize=(4.6 * len(bits), 4), sharey=True)
+    for ax, b in zip(np.atleast_1d(axes), bits, strict=True):
+        plot_axis(ax, table, b)
+    return fig
+
+
+def _figure_key_vs_value(table):
+    fig, (stored, logits, output) = subplots(1, 3, figsize=(14, 4.6))
+    plot_key_vs_value(stored, table, "nmse")
+    plot_key_vs_value(logits, table, "logit_rms", ("K",))
+    plot_key_vs_value(output, table, "output_error")
+    titles = ("stored numbers", "logits, keys quantized", "attention output")
+    for ax, title in zip((stored, logits, output), titles, strict=True):
+        ax.set_title(title)
+    return fig
+
+
+def _figure_residual(table):
+    fig, (left, right) = subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    plot_residual(left, table)
+    plot_residual(right, table, "bits_per_element")
+    right.set_ylabel("")
+    return fig
+
+
+def _figure_rotation(table):
+    fig, axes = subplots(1, 3, figsize=(14, 4.6), sharey=True)
+    for ax, x in zip(axes, ("max_over_rms", "nmse", "output_error"), strict=True):
+        plot_rotation(ax, table, x)
+    _legend(axes[0])
+    return fig
+
+
+def _figure_codebook(table):
+    axes_of = distinct(table, "per")
+    fig, axes = subplots(
+        1, len(axes_of), figsize=(5.5 * len(axes_of), 4.6), sharey=True
+    )
+    for ax, per in zip(np.atleast_1d(axes), axes_of, strict=True):
+        plot_codebook(ax, table, per)
+    return fig
+
+
+_FIGURES = {
+    "group-size": _figure_group_size,
+    "bits": _figure_bits,
+    "axis": _figure_axis,
+    "key-vs-value": _figure_key_vs_value,
+    "residual": _figure_residual,
+    "rotation": _figure_rotation,
+    "codebook": _figure_codebook,
+}
+
+
+def figure(study, table, text=None):
+    """A study's picture: all of its panels, and `text` above them.
+
+    study : a name in `study.STUDIES`. table : its rows. Returns a matplotlib figure,
+    for `save`. Raises ValueError for another name.
+    """
+    if study not in _FIGURES:
+        raise ValueError(f"study={study!r}; valid: {', '.join(_FIGURES)}")
+    with plt.style.context(STYLE):
+        fig = _FIGURES[study](table)
+    if text:
+        headline(fig, text)
+    return fig

@@ -608,6 +608,24 @@ def channels(sample):
     ]
 
 
+def channel_map(sample, head=0, block=16):
+    """Mean |x| of each channel over blocks of tokens, one head: a picture's pixels.
+
+    Columns: tensor, token (the block's first), channel, mean (six digits).
+    """
+    return [
+        {
+            "tensor": name,
+            "token": t,
+            "channel": c,
+            "mean": float(f"{np.mean(np.abs(x[head, t : t + block, c])):.6g}"),
+        }
+        for name, x in _tensors(sample)
+        for t in range(0, x.shape[1], block)
+        for c in range(x.shape[2])
+    ]
+
+
 # --- tables as files ------------------------------------------------------------------
 def write_table(path, rows, header=None):
     """Write rows (dicts with the same keys) to `path` as CSV, in one step.

@@ -1,25 +1,11 @@
 """Data that breaks symmetry, and how hypothesis runs."""
 
-import numpy as np
 import pytest
 from hypothesis import settings
+from plain import uneven
 
 settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("kvq")
-
-
-def uneven(shape, seed=0, dtype=np.float32):
-    """Gaussian numbers with an outlier channel, a shifted channel, a constant channel.
-
-    shape : (..., T, D). The first 4 tokens of the last head are constant as well.
-    """
-    x = np.random.default_rng(seed).standard_normal(shape)
-    D = shape[-1]
-    x[..., 1 % D] *= 20
-    x[..., 2 % D] += 7
-    x[..., 3 % D] = -1.5
-    x.reshape(-1, *shape[-2:])[-1, :4] = 0.625
-    return x.astype(dtype)
 
 
 @pytest.fixture

@@ -32,6 +32,21 @@ NF4 += [0.562617, 0.72295684, 1.0]
 IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 
 
+# --- data -----------------------------------------------------------------------------
+def uneven(shape, seed=0, dtype=np.float32):
+    """Gaussian numbers with an outlier channel, a shifted channel, a constant channel.
+
+    shape : (..., T, D). The first 4 tokens of the last head are constant as well.
+    """
+    x = np.random.default_rng(seed).standard_normal(shape)
+    D = shape[-1]
+    x[..., 1 % D] *= 20
+    x[..., 2 % D] += 7
+    x[..., 3 % D] = -1.5
+    x.reshape(-1, *shape[-2:])[-1, :4] = 0.625
+    return x.astype(dtype)
+
+
 # --- packing --------------------------------------------------------------------------
 def pack_row(codes, bits):
     """The bit string sum_i code_i * 2^(b*i), as whole little-endian bytes."""

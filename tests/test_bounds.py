@@ -284,7 +284,8 @@ def test_score_error_bound_is_attained_by_the_worst_signs():
 def test_qjl_estimate_is_unbiased_and_has_its_variance():
     rng = np.random.default_rng(4)
     D, m, trials = 12, 20, 6000
-    q, k = rng.standard_normal(D), rng.standard_normal(D)
+    q = rng.standard_normal(D)
+    k = 3 * q + rng.standard_normal(D)  # nearly parallel: (q . k)^2 counts
     S = rng.standard_normal((trials, m, D))
     sign_dot = np.sum((S @ q) * np.sign(S @ k), axis=1)
     estimate = math.sqrt(math.pi / 2) / m * np.linalg.norm(k) * sign_dot

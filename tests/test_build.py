@@ -278,13 +278,11 @@ def data():
 
 
 def draw(table, path_stem):
-    from matplotlib.figure import Figure
+    from kvq import plots
 
-    figure = Figure()
-    axes = figure.subplots()
+    figure, axes = plots.subplots()
     axes.plot([row["bits"] for row in table], [row["error"] for row in table])
-    figure.savefig(f"{path_stem}.svg")
-    figure.savefig(f"{path_stem}.png")
+    plots.save(figure, path_stem)
 '''
 
 

@@ -91,6 +91,22 @@ def test_nf4_levels_are_as_published():
     np.testing.assert_allclose(levels("nf4", 4), expected, atol=2e-7)
 
 
+def test_iq4_nl_levels_are_denser_around_zero_as_published():
+    gaps = [23, 21, 18, 16, 14, 13, 12, 11, 12, 12, 13, 15, 16, 20, 24]
+    np.testing.assert_array_equal(np.diff(levels("iq4_nl", 4)), gaps)
+    assert levels("iq4_nl", 4)[8] == 1
+
+
+def test_iq4_nl_codes_of_a_known_llama_cpp_block():
+    i = np.arange(32)
+    x = (((37 * i) % 64 - 31) / 8 + (i % 5) * 0.07).astype(np.float32)
+    qs = np.frombuffer(bytes.fromhex("cf269d036be138be159cf35ad127be14"), np.uint8)
+    book = codebook("iq4_nl", 4)
+    extreme = x[np.abs(x).argmax()]
+    codes = book.encode(x / (extreme / book.values[0]))
+    np.testing.assert_array_equal(codes, np.concatenate([qs & 15, qs >> 4]))
+
+
 def test_iq4_nl_midpoints_go_up_and_its_scale_has_a_sign():
     book = codebook("iq4_nl", 4)
     lower, upper, middle = midpoints(book)
@@ -130,6 +146,17 @@ def test_encode_finds_the_nearest_level(name, bits, y):
     distance = np.abs(y[:, None].astype(np.float64) - book.values[book.order])
     error = np.abs(y.astype(np.float64) - book.decode(book.encode(y)))
     np.testing.assert_array_equal(error, distance.min(axis=1))
+
+
+@pytest.mark.parametrize(("name", "bits"), ALL)
+def test_encode_finds_the_nearest_level_right_beside_every_midpoint(name, bits):
+    book = codebook(name, bits)
+    middle = midpoints(book)[2].astype(np.float32)
+    y = np.nextafter(middle, np.float32([[-np.inf], [0], [np.inf]]), dtype=np.float32)
+    y = np.concatenate([y, middle[None]])
+    distance = np.abs(y[..., None].astype(np.float64) - book.values[book.order])
+    error = np.abs(y.astype(np.float64) - book.decode(book.encode(y)))
+    np.testing.assert_array_equal(error, distance.min(axis=-1))
 
 
 @pytest.mark.parametrize(("name", "bits"), ALL)

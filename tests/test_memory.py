@@ -356,11 +356,11 @@ def test_a_sliding_layer_can_hold_the_peak():
     # 40 = 8 + 32: the sliding layers are largest at 39 tokens, before their one flush.
     policy = replace(PRESETS["kivi-2"], residual=8)
     sizes = [cache_bytes(policy, SMALL_SLIDING, tokens=T) for T in range(300)]
-    assert max(sizes[40:150]) < sizes[39] < sizes[299]
+    assert max(sizes[40:]) < sizes[39]
     peaks = [peak_bytes(policy, SMALL_SLIDING, T) for T in range(300)]
     assert peaks == list(np.maximum.accumulate(sizes))
     assert max_tokens(policy, sizes[39] - 1, SMALL_SLIDING) == 38
-    assert max_tokens(policy, sizes[39], SMALL_SLIDING) >= 150
+    assert max_tokens(policy, sizes[39], SMALL_SLIDING) > 299
 
 
 def test_max_tokens_without_a_limit_and_without_room():

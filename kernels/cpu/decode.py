@@ -15,7 +15,7 @@ from numba import njit
 
 from kvq.attention import Partial, empty_partial, sink_partial, visible
 from kvq.dtypes import as_float_array
-from kvq.kernels.cpu.dequant import dequant
+from kvq.kernels.cpu.codes import dequant
 from kvq.tensor import QuantizedTensor
 
 TILE = 128  # tokens dequantized at a time: 64 KiB per head of 128 channels

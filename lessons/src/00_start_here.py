@@ -203,7 +203,7 @@ from_codes = kvq.attention(
 print(f"output error: {metrics.output_error(exact, from_codes):.1%}")
 
 # %% [markdown]
-# More than most people guess. Something in the real numbers does to their neighbours
+# That is a lot. Something in the real numbers does to their neighbours
 # what 6.4 did to the other four. Is it in the keys or in the values? Quantize one of
 # them at a time.
 
@@ -258,18 +258,16 @@ for b, (bits, error) in by_token.items():
     print(f"{b} bits     {bits:15.2f} {error:16.1%} {by_channel[b][1]:18.1%}")
 
 # %%
-plots.use_style()
+plt.style.use(plots.STYLE)
 fig, ax = plt.subplots()
-for name, points, style in (
-    ("key scales per token", by_token, "o-"),
-    ("key scales per channel", by_channel, "s--"),
-):
+for per, points, dash in (("token", by_token, "-"), ("channel", by_channel, "--")):
     bits, error = zip(*points.values(), strict=True)
-    ax.plot(bits, error, style, label=name)
+    look = {"color": plots.COLORS[per], "marker": plots.MARKERS[per], "ls": dash}
+    ax.plot(bits, error, **look, label=f"key scales per {per}")
 ax.plot(*worked, "*", ms=12, color="black", label="4 bits, one scale per 64")
 ax.set(
-    xlabel="stored bits per number, scales counted",
-    ylabel="relative error of the attention output",
+    xlabel=plots.BITS_PER_ELEMENT,
+    ylabel=plots.OUTPUT_ERROR,
     title="One layer of SmolLM2-135M, 512 tokens",
     yscale="log",
 )

@@ -36,7 +36,7 @@ from kvq import checks, memory, plots
 from kvq.hardware import GIB, MIB, device
 from kvq.samples import real_kv
 
-plots.use_style()
+plt.style.use(plots.STYLE)
 KIB = 1024
 
 # %% [markdown]
@@ -152,20 +152,15 @@ for name in names:
 
 # %%
 fig, ax = plt.subplots()
-markers = dict(zip(names, "osD^", strict=True))
 tokens = np.arange(1, T + 1)
-for name in names:
+for name, look in zip(names, ("fp16", 8, 4, 2), strict=True):
     line = [kvq.cache_bytes(name, layer, tokens=int(t)) / KIB for t in tokens]
-    (drawn,) = ax.plot(tokens, line, lw=1)
-    ax.plot(
-        tokens[7::40],
-        measured[name][::5] / KIB,
-        markers[name],
-        color=drawn.get_color(),
-        label=name,
-    )
+    color, marker = plots.COLORS[look], plots.MARKERS.get(look, "D")
+    ax.plot(tokens, line, lw=1, color=color)
+    dots = measured[name][::5] / KIB
+    ax.plot(tokens[7::40], dots, marker, color=color, label=name)
 ax.set(xlabel="tokens T", ylabel="KiB", title="One layer of SmolLM2-135M")
-ax.legend(title="measured; lines: planned")
+ax.legend(title="dots: measured, lines: planned")
 plt.show()
 
 # %% [markdown]
@@ -239,10 +234,10 @@ ax.bar(labels, sizes, width=0.5, bottom=weights / GIB, hatch="//",
        color="white", edgecolor="black", label="cache of 32 users")  # fmt: skip
 for card in cards:
     ax.axhline(card.usable / GIB, ls="--", lw=1, color="0.4")
-    ax.text(2.95, card.usable / GIB + 0.8, card.name, ha="right", fontsize=9)
+    ax.text(2.95, card.usable / GIB + 0.8, card.name, ha="right")
 ax.set(ylabel="GiB", xlim=(-0.5, 3), ylim=(0, 90), xlabel="bits of a cached number")
 ax.set_title("LLaMA-7B, 32 users with 2,048 tokens each")
-ax.legend(loc="upper center")
+ax.legend(loc="upper center", bbox_to_anchor=(0.5, 0.85))
 plt.show()
 
 # %% [markdown]

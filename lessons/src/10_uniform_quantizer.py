@@ -37,7 +37,7 @@ import kvq
 from kvq import bounds, checks, codebooks, metrics, plots, study
 from kvq.samples import real_kv, synthetic_kv
 
-plots.use_style()
+plt.style.use(plots.STYLE)
 sample = real_kv(layer=15)
 
 # %% [markdown]
@@ -77,10 +77,10 @@ code, s = symmetric(x, b=3)
 x_hat = s * code
 
 fig, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(6.4, 5.2))
-top.plot(x, x_hat)
+top.plot(x, x_hat, color="black")
 top.plot(x, x, ":", color="gray")
 top.set(ylabel=r"stored number $\hat{x}$", title="3 bits: seven levels, s = 1")
-bottom.plot(x, x_hat - x)
+bottom.plot(x, x_hat - x, color="black")
 for edge in (-s / 2, s / 2):
     bottom.axhline(edge, ls="--", color="gray", lw=1)
 bottom.set(xlabel="x", ylabel=r"error $\hat{x} - x$", yticks=[-s / 2, 0, s / 2])
@@ -183,22 +183,23 @@ print(f"predicted: 4 x 6.02 = {4 * 6.02:.1f}; with Q from 7 to 127: {q_gain:.1f}
 
 # %%
 fig, ax = plt.subplots()
-predicted = [-10 * np.log10(bounds.group_mse(b, 64)) for b in range(2, 9)]
-ax.plot(range(2, 9), predicted, ":", color="gray")
-ax.annotate("predicted, Gaussian", (7, predicted[5]), (-6, 6), ha="right",
-            textcoords="offset points")  # fmt: skip
-for name, marker, color in (("V", "o", plots.VALUE), ("K", "s", plots.KEY)):
-    ax.plot(range(2, 9), [sqnr[name, b] for b in range(2, 9)], marker, color=color)
-    ax.plot(range(2, 9), [sqnr[name, b] for b in range(2, 9)], color=color)
-    ax.annotate(name, (8, sqnr[name, 8]), (8, -3), textcoords="offset points")
+bits = range(2, 9)
+predicted = [-10 * np.log10(bounds.group_mse(b, 64)) for b in bits]
+ax.plot(
+    bits, predicted, "--", color=plots.COLORS["predicted"], label="predicted, Gaussian"
+)
+for name in "VK":
+    look = {"color": plots.COLORS[name], "marker": plots.MARKERS[name]}
+    ax.plot(bits, [sqnr[name, b] for b in bits], **look, label=plots.NAMES[name])
 ax.set(xlabel="bits b", ylabel="SQNR in dB", title="Real numbers, per token, G = 64")
+ax.legend()
 plt.show()
 
 # %% [markdown]
 # The slope is the same for all, about 6 dB per bit: it is a property of the quantizer.
 # The height is a property of the numbers: a group whose largest number is far above
 # the others has a large step for its size. The keys lose most of a bit that way, as
-# the distance to the dotted line shows.
+# the distance to the dashed line shows.
 #
 # ## Asymmetric levels: the zero-point
 #
@@ -267,9 +268,10 @@ fig, ax = plt.subplots(figsize=(6.4, 3.0))
 grid = np.linspace(-3.2, 3.2, 400)
 ax.fill_between(grid, 3 * codebooks.normal_pdf(grid), color="0.9")
 for i, (name, levels) in enumerate(tables.items()):
-    ax.plot(levels, np.full(2**b, 1.5 + i), "|", ms=16, mew=2)
+    ax.plot(levels, np.full(2**b, 1.5 + i), "|", ms=16, mew=2, color="black")
     ax.text(-5.6, 1.5 + i, name, va="center")
-ax.set(xlabel="level, in standard deviations", yticks=[], xlim=(-5.7, 3.3), ylim=(0, 4))
+ax.set(xlabel="level, in standard deviations", yticks=[], xticks=range(-3, 4))
+ax.set(xlim=(-5.7, 3.3), ylim=(0, 4))
 plt.show()
 assert np.isclose(bounds.lloyd_max_mse(4), 0.009501, rtol=1e-4)
 print(f"Gaussian MSE: best uniform {uniform_mse:.5f}", end="")

@@ -31,13 +31,12 @@
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import NullLocator
 
 import kvq
 from kvq import bounds, checks, metrics, plots, study
 from kvq.samples import real_kv
 
-plots.use_style()
+plt.style.use(plots.STYLE)
 sample = real_kv(layer=15)
 
 # %% [markdown]
@@ -141,12 +140,13 @@ assert np.allclose(measured, exact, rtol=0.02)
 
 # %%
 fig, ax = plt.subplots()
-ax.plot(sizes, measured, "o", label="measured, Gaussian numbers")
-ax.plot(sizes, exact, "-", label="exact mean")
-ax.plot(sizes, rule, ":", color="gray", label=r"$\sqrt{2\,\ln G}$")
-ax.set(xscale="log", xlabel="group size G", ylabel="largest |x| of the group / σ")
+gray = plots.COLORS["Gaussian"]
+ax.plot(sizes, measured, "^", color=gray, label="measured, Gaussian numbers")
+ax.plot(sizes, exact, "--", color=gray, label="exact mean")
+ax.plot(sizes, rule, ":", color="black", label=r"$\sqrt{2\,\ln G}$")
+ax.set_xscale("log", base=2)
 ax.set_xticks(sizes, sizes)
-ax.xaxis.set_minor_locator(NullLocator())
+ax.set(xlabel="group size G", ylabel="largest |x| of the group / σ")
 ax.legend()
 plt.show()
 
@@ -192,29 +192,24 @@ for tensor, per in (("K", "token"), ("K", "channel"), ("V", "token"), ("V", "cha
     print(f"{tensor} per {per:8} measured: {gain:.2f} times smaller")
 
 # %%
-fig, axes = plt.subplots(1, 2, sharey=True, figsize=(9, 4.2))
-for ax, tensor, color in zip(axes, "KV", (plots.KEY, plots.VALUE), strict=True):
-    for per, style in (("token", "o-"), ("channel", "s--")):
-        groups = [G for t, p, b, G in nmse if (t, p, b) == (tensor, per, 4)]
-        values = [nmse[tensor, per, 4, G] for G in groups]
-        ax.plot(groups, values, style, color=color, label=f"measured, per {per}")
-    ax.plot(
-        sizes[:-1],
-        [predicted_nmse(4, int(G)) for G in sizes[:-1]],
-        ":",
-        color="gray",
-        label="predicted, normal numbers",
-    )
-    ax.set(xscale="log", yscale="log", xlabel="group size G")
-    ax.set_title({"K": "keys, 4 bits", "V": "values, 4 bits"}[tensor])
-    ax.set_xticks(sizes[:-1], sizes[:-1])
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.legend()
-axes[0].set_ylabel("NMSE")
+fig, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 4.4))
+for ax, tensor in zip(axes, "KV", strict=True):
+    for per in ("token", "channel"):
+        line = plots.pick(rows, tensor=tensor, per=per, bits=4)
+        G, measured = plots.column(line, "group"), plots.column(line, "nmse")
+        look = {"color": plots.COLORS[per], "marker": plots.MARKERS[per]}
+        ax.plot(G, measured, **look, label=f"measured, per {per}")
+    predicted = plots.column(line, "predicted_gaussian")
+    ax.plot(G, predicted, "--", color=gray, label="predicted, normal numbers")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(G, G)
+    ax.set(xlabel="group size G", yscale="log", title=plots.NAMES[tensor])
+axes[0].set_ylabel(plots.NMSE)
+axes[1].legend()
 plt.show()
 
 # %% [markdown]
-# Read it against the dotted line, which is what the same numbers would give if they
+# Read it against the dashed line, which is what the same numbers would give if they
 # were normal and independent.
 #
 # - *Values* follow it from a small distance, on either axis.
@@ -241,24 +236,22 @@ for r in rows:
 # length, and each of its points one group size.
 
 # %%
-fig, axes = plt.subplots(1, 2, sharey=True, figsize=(9, 4.2))
+fig, axes = plt.subplots(1, 2, sharey=True, figsize=(10, 4.4))
 for ax, tensor, per in zip(axes, "KV", ("channel", "token"), strict=True):
-    for b, style in ((2, "o-"), (3, "s--"), (4, "^-."), (5, "v-"), (8, "D:")):
-        points = [
-            (r["bits_per_element"], r["sqnr_db"])
-            for r in rows
-            if (r["tensor"], r["per"], r["bits"]) == (tensor, per, b)
-        ]
-        ax.plot(*zip(*points, strict=True), style, label=f"{b} bits")
-    name = {"K": "keys per channel", "V": "values per token"}[tensor]
-    ax.set(xlabel="stored bits per number", title=name)
-    ax.legend(title="code length")
-axes[0].set_ylabel("SQNR in dB (higher is better)")
+    for b in (2, 3, 4, 5, 8):
+        line = plots.pick(rows, tensor=tensor, per=per, bits=b)
+        x, y = plots.column(line, "bits_per_element"), plots.column(line, "nmse")
+        look = {"color": plots.COLORS[b], "marker": plots.MARKERS[b]}
+        ax.plot(x, y, **look, label=f"{b} bits")
+    title = f"{plots.NAMES[tensor]} {plots.AXES[per]}"
+    ax.set(xlabel=plots.BITS_PER_ELEMENT, yscale="log", title=title)
+axes[0].set_ylabel(plots.NMSE)
+axes[1].legend(title="code length")
 plt.show()
 
 # %% [markdown]
 # At the right end of each line the groups are tiny, and one more code bit would have
-# been a better use of the bits: the next line is above. At its left end the groups are
+# been a better use of the bits: the next line is below. At its left end the groups are
 # large, and the last bits saved cost error. Points that no other point beats in both
 # bits and error are the ones to choose from. They are called the Pareto front.
 
@@ -308,10 +301,10 @@ for name, curve in curves.items():
 assert set(best.values()) <= {32, 64, 128}
 
 # %% [markdown]
-# In brackets is the cost of each size against the best one. The best group has 32 to
-# 128 numbers, whatever the tensor and the axis, and its neighbours cost almost the
-# same. That is why these sizes are met in practice. The optimum is flat because the
-# largest of $G$ numbers grows so slowly.
+# In brackets is the cost of each size against the best one. (A token has no more than
+# 64 channels here.) The best group has 32 to 128 numbers, whatever the tensor and the
+# axis, and twice or half as many cost little more. That is why these sizes are met in
+# practice. The optimum is flat because the largest of $G$ numbers grows so slowly.
 #
 # ## Where the axis can run
 #

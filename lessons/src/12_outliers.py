@@ -38,7 +38,7 @@ from kvq.attention import attention_weights
 from kvq.samples import LAYERS, before_rope, real_kv, synthetic_kv
 from kvq.transforms import hadamard, hadamard_matrix
 
-plots.use_style()
+plt.style.use(plots.STYLE)
 samples = {layer: real_kv(layer) for layer in LAYERS}
 H_kv, T, D = samples[15].k.shape
 print(f"layers {LAYERS} of SmolLM2-135M; {H_kv} KV heads, {T} tokens, D = {D}")
@@ -67,12 +67,13 @@ for name, x in (("key", samples[15].k), ("value", samples[15].v)):
     print(f"{name:5}: channel {count.argmax():2} is largest at {count.max()} of {T}")
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
 for ax, name, x in zip(
     axes, ("keys", "values"), (samples[15].k, samples[15].v), strict=True
 ):
     image = ax.imshow(np.abs(as_float(x[head])).T, aspect="auto", cmap="cividis")
     ax.set(title=f"absolute value of the {name}", xlabel="token")
+    ax.grid(False)
     fig.colorbar(image, ax=ax)
 axes[0].set_ylabel("channel")
 plt.show()
@@ -180,8 +181,8 @@ assert table["values", 0][0] > 2 * max(table["values", n][0] for n in (7, 15, 29
 # **Predict.** Before RoPE, a channel is 5 at every token and its partner is 0. What do
 # the two look like after it, over many tokens? Is more or less of their energy static?
 #
-# `before_rope` turns the real keys back, so we can look at both sides. We take a head of
-# layer 7, and the pair whose constant part RoPE destroys most.
+# `before_rope` turns the real keys back, so we can look at both sides. We take a
+# head of layer 7, and the pair whose constant part RoPE destroys most.
 
 # %%
 k_after = as_float(samples[7].k[2])
@@ -197,13 +198,14 @@ i = int(np.argmax(static_energy(k_before) - static_energy(k_after)))
 pair = (i, i + D // 2)
 print(f"the pair that loses most static energy: channels {pair}")
 
-fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
-for ax, title, x in zip(
-    axes, ("before RoPE", "after RoPE"), (k_before, k_after), strict=True
-):
+fig, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+for ax, name, x in zip(axes, ("K before RoPE", "K"), (k_before, k_after), strict=True):
     for c, style in zip(pair, ("-", "--"), strict=True):
-        ax.plot(x[:, c], style, color=plots.KEY, label=f"channel {c}", lw=1)
-    ax.set(title=f"a pair of key channels {title}", xlabel="token")
+        label = f"channel {c}"
+        ax.plot(x[:, c], style, color=plots.COLORS[name], label=label, lw=1)
+    ax.set_xlabel("token")
+axes[0].set_title("a pair of key channels before RoPE")
+axes[1].set_title("the same pair after RoPE")
 axes[0].set_ylabel("key")
 axes[0].legend(loc="lower left")
 plt.show()
@@ -300,20 +302,20 @@ for name in ("k", "v"):
         )
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True, layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
 for ax, name, title in zip(axes, "kv", ("keys", "values"), strict=True):
-    color = plots.KEY if name == "k" else plots.VALUE
     both = np.array([nmse[name, layer] for layer in LAYERS])
     place = np.arange(len(LAYERS))
-    ax.vlines(place, both[:, 0], both[:, 1], color=color, lw=1)
-    ax.plot(place, both[:, 0], "o", color=color, label="per token")
-    ax.plot(place, both[:, 1], "s", color=color, mfc="white", label="per channel")
+    ax.vlines(place, both[:, 0], both[:, 1], color="0.6", lw=1)
+    for i, per in enumerate(("token", "channel")):
+        marker, color = plots.MARKERS[per], plots.COLORS[per]
+        ax.plot(place, both[:, i], marker, color=color, label=f"per {per}")
     ax.set(title=f"{title}, 4 bits", xlabel="layer", yscale="log")
     ax.set_xticks(place, LAYERS)
     ax.set_xlim(-0.5, len(LAYERS) - 0.5)
     ax.set_yticks([0.002, 0.005, 0.01, 0.02], ["0.002", "0.005", "0.01", "0.02"])
     ax.minorticks_off()
-    ax.legend()
+axes[0].legend()
 axes[0].set_ylabel("NMSE of the stored numbers")
 plt.show()
 
@@ -561,18 +563,23 @@ real_ratios = [channel_ratio(as_float(h)) for s in samples.values() for h in s.k
 print(f"ratios of the real heads: {min(real_ratios):.1f} to {max(real_ratios):.1f}")
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(9.5, 4), sharey=True, layout="constrained")
+looks = {
+    "per token": ("o-", plots.COLORS["token"]),
+    "rotated": ("^--", "#CC79A7"),
+    "smoothed": ("D:", "#7F4F24"),
+    "per channel": ("s-", plots.COLORS["channel"]),
+}
+fig, axes = plt.subplots(1, 2, figsize=(9.5, 4), sharey=True)
 for ax, kind in zip(axes, kinds, strict=True):
     ax.axvspan(min(real_ratios), max(real_ratios), color="0.88", zorder=0)
-    for name, style in zip(CURES, ("o-", "^--", "D:", "s-."), strict=True):
-        ax.plot(
-            curves[kind, "ratio"], curves[kind, name], style, label=name, mfc="none"
-        )
+    for name, (style, color) in looks.items():
+        x, y = curves[kind, "ratio"], curves[kind, name]
+        ax.plot(x, y, style, color=color, label=name, mfc="none")
     ax.set(title=kind, xlabel="largest channel / median channel")
     ax.set(xscale="log", yscale="log")
     ax.set_xticks([1, 3, 10, 30, 100], ["1", "3", "10", "30", "100"])
 axes[0].set_ylabel("error of the attention output")
-axes[0].legend(title="keys, 4 bits")
+axes[1].legend(title="keys, 4 bits", loc="upper left")
 plt.show()
 
 # %% [markdown]

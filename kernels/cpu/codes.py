@@ -1,8 +1,10 @@
-"""x -> packed codes, without an array of codes in between.
+"""x -> packed codes -> x_hat, row by row, without an array of codes in between.
 
 Inside the compiled loops every array is (N, T, D): heads (and sequences) flattened,
 tokens, channels. A group is `gt` tokens by `gc` channels, the last one smaller;
 token t and channel c belong to group (t // gt, c // gc).
+
+Numba's cache sees a change of this file only, so what the loops call stands here too.
 """
 
 from dataclasses import replace
@@ -42,6 +44,23 @@ def pack(x, scheme):
     return QuantizedTensor(scheme, shape, *stored)
 
 
+def dequant(qt, start=0, stop=None):
+    """x_hat of the tokens start..stop-1: what `qt.dequantize(start, stop)` gives."""
+    start, stop, _ = slice(start, stop).indices(qt.tokens)
+    H, T, D = qt.shape[-3:]
+    _, gt, gc = qt.scheme.group_shape(H, T, D)
+    packed = qt.codes[..., start:stop, :].reshape(-1, stop - start, qt.codes.shape[-1])
+    groups = slice(start // gt, -(-stop // gt))  # those that hold these tokens
+    s, z = as_float32(
+        *(a if a is None else a[..., groups, :] for a in (qt.scale, qt.zero))
+    )
+    s, z = (a.reshape(-1, *a.shape[-2:]) for a in (s, z))
+    offset = integer_levels(qt.scheme)[2]
+    out = np.empty((*packed.shape[:2], D), np.float32)
+    decode_codes(packed, s, z, gt, gc, start % gt, qt.scheme.bits, offset, out)
+    return out.reshape(*qt.shape[:-2], stop - start, D)
+
+
 def scale_of_extremes(low, high, scheme):
     """Scale and zero of each group, as stored: the reference's.
 
@@ -61,10 +80,11 @@ def as_float32(scale, zero):
     return s, np.zeros_like(s) if zero is None else zero.astype(np.float32)
 
 
+# --- compiled loops -----------------------------------------------------------------
 @njit(cache=True)
 def group_extremes(x, gt, gc, low, high):
     """low, high = min, max of each group; both (N, groups of T, groups of D)."""
-    N, T, D = x.shape
+    _, T, D = x.shape
     for n, i, j in np.ndindex(low.shape):
         a, b = np.float32(np.inf), np.float32(-np.inf)
         for t in range(i * gt, min(i * gt + gt, T)):
@@ -115,3 +135,39 @@ def pack_row(codes, bits, row):
         for k in range(bits * u, min(bits * (u + 1), len(row))):
             row[k] = word & np.uint64(0xFF)
             word >>= np.uint64(8)
+
+
+@njit(cache=True)
+def decode_codes(packed, scale, zero, gt, gc, first, bits, offset, out):
+    """x_hat = s * (code - offset) + z, in float32.
+
+    packed : uint8 (N, T, ceil(D * bits / 8)), the first of them token `first` of its
+    group. scale, zero : float32 (N, groups of T, groups of D).
+    out : float32 (N, T, D), written.
+    """
+    N, T, D = out.shape
+    s, z = np.empty(D, np.float32), np.empty(D, np.float32)
+    codes = np.empty(-(-D // 8) * 8, np.uint8)
+    for n in range(N):
+        for t in range(T):
+            i = (first + t) // gt
+            if t == 0 or (first + t) % gt == 0:
+                spread(scale[n, i], gc, s)
+                spread(zero[n, i], gc, z)
+            unpack_row(packed[n, t], bits, codes)
+            for c in range(D):
+                level = np.float32(np.int32(codes[c]) - offset)
+                out[n, t, c] = s[c] * level + z[c]
+
+
+@njit(cache=True)
+def unpack_row(row, bits, codes):
+    """The inverse of `pack_row`. codes : uint8, a multiple of 8 of them, written."""
+    mask = np.uint64((1 << bits) - 1)
+    for u in range(len(codes) // 8):
+        word = np.uint64(0)
+        for k in range(min(bits, len(row) - bits * u)):
+            word |= np.uint64(row[bits * u + k]) << np.uint64(8 * k)
+        for i in range(8):
+            codes[8 * u + i] = word & mask
+            word >>= np.uint64(bits)

@@ -1,0 +1,49 @@
+r"""Rounding rules that formats are defined by. Only these are used in `kvq.formats`.
+
+All arithmetic is IEEE binary32 unless a format says otherwise. Two encoders that
+differ in one of these rules write different bytes.
+"""
+
+import numpy as np
+
+f32 = np.float32
+
+
+def rne(v):
+    """Round half to even: `np.rint`, CUDA `rintf`, `torch.round`."""
+    return np.rint(v)
+
+
+def rha(v):
+    """Round half away from zero, exactly: C `roundf`.
+
+    floor(|v| + 0.5) in binary32 would give 1 for 0.49999997.
+    """
+    whole = np.trunc(v)
+    return whole + np.copysign(np.abs(v - whole) >= f32(0.5), v)
+
+
+def trh(v):
+    """trunc(v + 0.5) for v >= 0, trunc(v - 0.5) below, the sums in binary32.
+
+    The same as `rha` but just below a half, where the sum rounds up
+    (vLLM int8_per_token_head and int4_per_token_head).
+    """
+    return np.trunc(v + np.copysign(f32(0.5), v))
+
+
+def trc(v, c):
+    """trunc(v + c), the sum in binary32: c = 8.5 is ggml's q4_0."""
+    return np.trunc(v + f32(c))
+
+
+def bucket(y, midpoints, ties):
+    """How many midpoints lie below y; a tie counts with ties="up", not with "down"."""
+    side = {"up": "right", "down": "left"}[ties]
+    return np.searchsorted(midpoints, y, side=side)
+
+
+def inverse(d):
+    """1 / d in binary32, and 0 where d is 0 (ggml's convention)."""
+    d = np.asarray(d, f32)
+    return np.divide(f32(1), d, out=np.zeros_like(d), where=d != 0)
