@@ -228,7 +228,9 @@ def _thresholds(values, ties_up):
     middle = (values[:-1].astype(np.float64) + values[1:]) / 2
     t = middle.astype(np.float32)
     down = np.where(ties_up, t >= middle, t > middle)
-    return np.where(down, np.nextafter(t, np.float32(-np.inf)), t)
+    with np.errstate(under="ignore"):  # the step below 0 is subnormal
+        below = np.nextafter(t, np.float32(-np.inf))
+    return np.where(down, below, t)
 
 
 def _read_only(a):

@@ -13,7 +13,15 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+)
+
+from kvq.study import pareto_front
 
 STYLE = str(Path(__file__).with_name("kvq.mplstyle"))
 
@@ -65,7 +73,8 @@ AXES = {
     "tensor": "per tensor",
 }
 NMSE = "squared error / signal (NMSE)"
-BITS_PER_ELEMENT = "stored bits per number, all counted"
+BITS_PER_ELEMENT = "stored bits per number: codes, scales, zeros, window"
+LOGIT_CHANGE = "change of the logits, RMS"
 OUTPUT_ERROR = "attention output, relative error"
 
 
@@ -76,10 +85,12 @@ def subplots(*args, **options):
         return plt.subplots(*args, **options)
 
 
-def headline(fig, text):
-    """The finding, above everything, in bold."""
+def headline(fig, text, source=""):
+    """The finding, above everything, in bold; what was measured, below everything."""
     with plt.style.context(STYLE):
         fig.suptitle(text, x=0.01, ha="left")
+        if source:
+            fig.supxlabel(source, x=0.99, ha="right", fontsize=9, color="#555555")
 
 
 def save(fig, stem):
@@ -121,11 +132,18 @@ def _look(key, **more):
     return {"color": COLORS[key], "marker": MARKERS[key], **more}
 
 
+def _dot(tensor):
+    """A large dot; an open one for the tensor that often lies on another."""
+    face = "none" if tensor == "K before RoPE" else COLORS[tensor]
+    look = _look(tensor, label=NAMES[tensor], markersize=9, mfc=face)
+    return {**look, "mew": 1.8}
+
+
 _PREDICTED = {"color": COLORS["predicted"], "ls": (0, (4, 2)), "lw": 1.5}
 
 
 def _plain(value, _=None):
-    return f"{value:g}"
+    return f"{value:g}".replace("e-0", "e-")
 
 
 def _ticks(axis, values):
@@ -138,6 +156,17 @@ def _ticks(axis, values):
 def _log2_axis(ax, values):
     ax.set_xscale("log", base=2)
     _ticks(ax.xaxis, values)
+
+
+def _log_axis(ax, which):
+    """A log axis, "x" or "y", with plain numbers: 1, 2, 5 where it is short."""
+    getattr(ax, f"set_{which}scale")("log")
+    low, high = getattr(ax, f"get_{which}lim")()
+    axis = getattr(ax, f"{which}axis")
+    short = high / low < 60
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
+    axis.set_major_formatter(FuncFormatter(_plain))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _label(ax, x, y, text, color, dx=8, dy=0, **options):
@@ -157,9 +186,22 @@ def _dots(ax, names, points):
 
 def _legend(ax, **options):
     """A legend in which each label appears once."""
+    ax.legend(*_labelled(ax), **options)
+
+
+def _legend_below(fig, axes):
+    """One legend under all panels, in place of theirs."""
+    for ax in axes:
+        if ax.get_legend():
+            ax.get_legend().remove()
+    handles, labels = _labelled(axes[-1])
+    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
+def _labelled(ax):
     handles, labels = ax.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    ax.legend(once.values(), once.keys(), **options)
+    return list(once.values()), list(once)
 
 
 # --- group size -----------------------------------------------------------------------
@@ -210,26 +252,32 @@ def plot_group_size_bits(ax, table, tensor, per):
 
 
 def _finish_group_axes(ax, table):
-    ax.set_yscale("log")
+    _log_axis(ax, "y")
     _log2_axis(ax, column(table, "group"))
     ax.set_xlabel("group size G: numbers that share one scale and zero")
     ax.set_ylabel(NMSE)
 
 
-def plot_pareto(ax, table, tensor="K", bits=None):
+def plot_pareto(ax, table, tensor="K"):
     """Error against stored bits per number: one line per width, one dot per group.
 
     table : rows of `study.group_size`.
     """
     table = pick(table, tensor=tensor)
-    for b in bits or distinct(table, "bits"):
-        for per in distinct(table, "per"):
+    for per in distinct(table, "per"):
+        look = _look(per, marker="", mfc="white" if per == "channel" else COLORS[per])
+        ax.plot([], [], **look, label=AXES[per])
+        for b in distinct(table, "bits"):
             line = pick(table, bits=b, per=per)
             x, y = column(line, "bits_per_element"), column(line, "nmse")
-            ax.plot(x, y, **_look(per, markersize=5, lw=1.5), label=AXES[per])
-            _label(ax, x[0], y[0], f"{b}b, G={line[0]['group']}", COLORS[per], dx=6)
-    ax.set_yscale("log")
-    ax.set_xlabel(BITS_PER_ELEMENT)
+            ax.plot(x, y, **{**look, "marker": MARKERS[b], "lw": 1.5})
+    for b in distinct(table, "bits"):
+        ax.plot([], [], marker=MARKERS[b], ls="none", c="black", label=f"{b} bits")
+    front = pareto_front(table)
+    x, y = column(front, "bits_per_element"), column(front, "nmse")
+    ax.plot(x, y, color="#D9D9D9", lw=9, zorder=1, label="nothing is better")
+    _log_axis(ax, "y")
+    ax.set_xlabel("stored bits per number: codes, scales and zeros")
     ax.set_ylabel(NMSE)
     _legend(ax)
 
@@ -271,19 +319,12 @@ def plot_axis(ax, table, bits=4):
     """
     table = pick(table, bits=bits)
     names = {
-        per: f"{AXES[per]}\n{pick(table, per=per)[0]['bits_per_element']:.2f} bits"
-        for per in distinct(table, "per")
-    }
-    points = [
-        (
-            names[r["per"]],
-            r["nmse"],
-            _look(r["tensor"], label=NAMES[r["tensor"]], markersize=9),
-        )
+        r["per"]: f"{AXES[r['per']]}\n{r['numbers_per_scale']:,} per scale"
         for r in table
-    ]
+    }
+    points = [(names[r["per"]], r["nmse"], _dot(r["tensor"])) for r in table]
     _dots(ax, list(names.values()), points)
-    ax.set_xscale("log")
+    _log_axis(ax, "x")
     ax.set_xlabel(NMSE)
     ax.set_title(f"{bits} bits per code")
     _legend(ax)
@@ -307,10 +348,10 @@ def plot_key_vs_value(ax, table, y="output_error", tensors=("K", "V")):
             if y == "logit_rms":
                 predicted = column(line, "logit_rms_predicted")
                 ax.plot(x, predicted, **_PREDICTED, label="predicted, from the scales")
-    ax.set_yscale("log")
+    _log_axis(ax, "y")
     ax.set_xticks(distinct(table, "bits"))
     ax.set_xlabel("bits per code")
-    labels = {"output_error": OUTPUT_ERROR, "nmse": NMSE, "logit_rms": "logit change"}
+    labels = {"output_error": OUTPUT_ERROR, "nmse": NMSE, "logit_rms": LOGIT_CHANGE}
     ax.set_ylabel(labels.get(y, y))
     _legend(ax)
 
@@ -328,8 +369,8 @@ def plot_softmax_bounds(ax, table, measure="tv"):
     text = {"tv": r"bound $\tanh(\omega/4)$", "kl": r"bound $\omega^2/8$"}[measure]
     bound = column(rows, f"{measure}_bound")
     ax.plot(column(rows, "omega"), bound, color="black", ls=(0, (4, 2)), label=text)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    _log_axis(ax, "x")
+    _log_axis(ax, "y")
     ax.set_xlabel(r"$\omega$: largest minus smallest logit change of a query")
     names = {"tv": "total variation of the weights", "kl": "KL divergence, nats"}
     ax.set_ylabel(names[measure])
@@ -340,48 +381,61 @@ def plot_softmax_bounds(ax, table, measure="tv"):
 def plot_residual(ax, table, x="residual"):
     """Output error against the window R, or against "bits_per_element".
 
-    table : rows of `study.residual`.
+    table : rows of `study.residual`. A window that holds every token is marked apart.
     """
     for b in distinct(table, "bits"):
-        line = pick(table, bits=b)
-        ax.plot(column(line, x), column(line, "output_error"), **_look(b))
-        first = line[0]
-        text = f"{b} bits"
-        _label(ax, first[x], first["output_error"], text, COLORS[b], dx=0, dy=12)
+        for sinks in distinct(table, "sinks"):
+            line = [r for r in pick(table, bits=b, sinks=sinks) if r["quantized"]]
+            look = _look(b, mfc="white" if sinks else COLORS[b])
+            text = f"{b} bits" + (f", {sinks} sink token kept" if sinks else "")
+            ax.plot(column(line, x), column(line, "output_error"), **look, label=text)
+    for r in pick(table, quantized=0):
+        ax.plot(
+            r[x], r["output_error"], "*", color=COLORS["fp16"], ms=11, clip_on=False
+        )
+        where = {"dx": 0, "dy": 22, "ha": "right"}
+        _label(ax, r[x], r["output_error"], "nothing is quantized", "black", **where)
     if x == "residual":
         ax.set_xscale("symlog", base=2, linthresh=16, linscale=0.5)
         _ticks(ax.xaxis, column(table, x))
-        ax.set_xlabel("window R: newest tokens in full precision")
-    else:
-        ax.set_xlabel(BITS_PER_ELEMENT)
+    names = {"residual": "window R: newest tokens in full precision"}
+    ax.set_xlabel(names.get(x, BITS_PER_ELEMENT))
     ax.set_ylim(bottom=0)
     ax.set_ylabel(OUTPUT_ERROR)
+    _legend(ax)
 
 
 # --- rotation and smoothing -----------------------------------------------------------
+_TRANSFORMS = {"none": "keys as they are", "hadamard": "rotated"}
+_TRANSFORMS["signed-hadamard"] = "signs, rotated"
+
+
 def plot_rotation(ax, table, x="nmse"):
     """One column for each transform of the keys, with and without smoothing.
 
     table : rows of `study.rotation`. x : "max_over_rms", "nmse" or "output_error".
     """
-    names = []
-    points = []
-    for r in table:
-        name = r["transform"] + (" + smooth" if r["smooth"] else "")
-        if name not in names:
-            names.append(name)
-        look = _look(r["per"], marker=MARKERS[r["bits"]], markersize=8)
-        text = f"{AXES[r['per']]}, {r['bits']} bits"
-        points.append((name, r[x], {**look, "label": text}))
-    _dots(ax, names, points)
-    labels = {
-        "max_over_rms": "largest number of a group / its RMS",
-        "nmse": NMSE,
-        "output_error": OUTPUT_ERROR,
-    }
-    ax.set_xlabel(labels[x])
+    points = [
+        (
+            _TRANSFORMS[r["transform"]] + (" (smoothed)" if r["smooth"] else ""),
+            r[x],
+            _look(
+                r["per"],
+                marker=MARKERS[r["bits"]],
+                markersize=9,
+                mfc="white" if r["per"] == "channel" else COLORS[r["per"]],
+                mew=1.8,
+                label=f"{AXES[r['per']]}, {r['bits']} bits",
+            ),
+        )
+        for r in table
+    ]
+    _dots(ax, list(dict.fromkeys(name for name, _, _ in points)), points)
     if x != "max_over_rms":
-        ax.set_xscale("log")
+        _log_axis(ax, "x")
+    ratio = "largest number of a group / its RMS"
+    labels = {"max_over_rms": ratio, "nmse": NMSE, "output_error": OUTPUT_ERROR}
+    ax.set_xlabel(labels[x])
 
 
 # --- codebooks ------------------------------------------------------------------------
@@ -395,14 +449,7 @@ def plot_codebook(ax, table, per="token"):
         r["codebook"]: f"{r['codebook']}, {r['bits_per_element']:.2f} bits"
         for r in table
     }
-    points = [
-        (
-            names[r["codebook"]],
-            r["sqnr_db"],
-            _look(r["tensor"], label=NAMES[r["tensor"]], markersize=8),
-        )
-        for r in table
-    ]
+    points = [(names[r["codebook"]], r["sqnr_db"], _dot(r["tensor"])) for r in table]
     _dots(ax, list(names.values()), points)
     ax.set_xlabel("signal to error (SQNR), dB")
     ax.set_title(AXES[per])
@@ -410,6 +457,20 @@ def plot_codebook(ax, table, per="token"):
 
 
 # --- channels -------------------------------------------------------------------------
+def outlier_ratios(table, y="absmax"):
+    """Largest over median channel of every head: rows of `study.channels` -> list."""
+    heads = {tuple(r.get(k) for k in ("layer", "tensor", "head")) for r in table}
+    ratios = []
+    for layer, tensor, head in sorted(heads, key=str):
+        sizes = [
+            r[y]
+            for r in table
+            if (r.get("layer"), r["tensor"], r["head"]) == (layer, tensor, head)
+        ]
+        ratios.append(float(np.max(sizes) / np.median(sizes)))
+    return ratios
+
+
 def plot_outliers(ax, table, y="absmax"):
     """Channels by size, each head its own line, over the typical channel of its head.
 
@@ -423,16 +484,15 @@ def plot_outliers(ax, table, y="absmax"):
             ax.plot(
                 np.arange(1, len(sizes) + 1),
                 sizes / typical if typical else sizes,
-                **_look(tensor, ls=_TENSOR_DASH[tensor], markersize=3, lw=1.3),
+                **_look(tensor, markersize=3, lw=1.3),
                 label=NAMES[tensor],
             )
     ax.set_xscale("log", base=2)
     _ticks(ax.xaxis, 2 ** np.arange(1 + int(np.log2(len(sizes)))))
-    ax.set_yscale("log")
-    ax.set_xlabel("channel, by rank")
-
-
-_TENSOR_DASH = {"K": "-", "V": "-"}
+    _log_axis(ax, "y")
+    ax.set_xlabel("channel of a head, by rank")
+    ax.set_ylabel({"absmax": "largest |x|", "median": "median |x|"}[y] + " / typical")
+    _legend(ax)
 
 
 def plot_channel_map(ax, table, tensor="K"):
@@ -462,32 +522,41 @@ def plot_channel_map(ax, table, tensor="K"):
 def _figure_group_size(table):
     tensors, axes_of = distinct(table, "tensor"), distinct(table, "per")
     n, m = len(tensors), len(axes_of) + 1
-    fig, axes = subplots(n, m, figsize=(5 * m, 4 * n), squeeze=False)
+    fig, axes = subplots(n, m, figsize=(5 * m, 4.2 * n), squeeze=False, sharey=True)
     for row, tensor in zip(axes, tensors, strict=True):
-        for ax, per in zip(row[:-1], axes_of, strict=True):
+        for ax, per in zip(row, axes_of, strict=False):
             plot_group_size_bits(ax, table, tensor, per)
-            ax.sharey(row[0])
         plot_pareto(row[-1], table, tensor)
-        row[-1].set_title(f"{NAMES[tensor]}: the price", color=COLORS[tensor])
-    _legend(axes[0][0], loc="lower right", fontsize=8)
+        row[-1].set_title(f"{NAMES[tensor]}: what a group costs", color=COLORS[tensor])
+        for ax in row[1:]:
+            ax.set_ylabel("")
+    _legend(axes[0][0], loc="lower right")
     return fig
+
+
+def _row(width, panels, height=4.4, **options):
+    """A figure with `panels` axes side by side that share y, as a list."""
+    options = {"sharey": True, "squeeze": False, **options}
+    fig, axes = subplots(1, panels, figsize=(width * panels, height), **options)
+    return fig, list(axes[0])
 
 
 def _figure_bits(table):
     tensors = distinct(table, "tensor")
-    fig, axes = subplots(
-        1, len(tensors), figsize=(4.6 * len(tensors), 4.6), sharey=True
-    )
-    for ax, tensor in zip(np.atleast_1d(axes), tensors, strict=True):
+    fig, axes = _row(4.6, len(tensors), 5)
+    for ax, tensor in zip(axes, tensors, strict=True):
         plot_bits(ax, table, tensor)
+        ax.label_outer()
+    _legend_below(fig, axes)
     return fig
 
 
 def _figure_axis(table):
     bits = distinct(table, "bits")
-    fig, axes = subplots(1, len(bits), figsize=(4.6 * len(bits), 4), sharey=True)
-    for ax, b in zip(np.atleast_1d(axes), bits, strict=True):
+    fig, axes = _row(4.6, len(bits))
+    for ax, b in zip(axes, bits, strict=True):
         plot_axis(ax, table, b)
+    _legend_below(fig, axes)
     return fig
 
 
@@ -503,7 +572,7 @@ def _figure_key_vs_value(table):
 
 
 def _figure_residual(table):
-    fig, (left, right) = subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    fig, (left, right) = _row(5.5, 2, 4.8)
     plot_residual(left, table)
     plot_residual(right, table, "bits_per_element")
     right.set_ylabel("")
@@ -511,20 +580,20 @@ def _figure_residual(table):
 
 
 def _figure_rotation(table):
-    fig, axes = subplots(1, 3, figsize=(14, 4.6), sharey=True)
-    for ax, x in zip(axes, ("max_over_rms", "nmse", "output_error"), strict=True):
-        plot_rotation(ax, table, x)
-    _legend(axes[0])
+    fig, axes = _row(4.7, 3, 4.8)
+    plot_rotation(axes[0], pick(table, bits=table[0]["bits"]), "max_over_rms")
+    plot_rotation(axes[1], table, "nmse")
+    plot_rotation(axes[2], table, "output_error")
+    _legend_below(fig, axes)
     return fig
 
 
 def _figure_codebook(table):
     axes_of = distinct(table, "per")
-    fig, axes = subplots(
-        1, len(axes_of), figsize=(5.5 * len(axes_of), 4.6), sharey=True
-    )
-    for ax, per in zip(np.atleast_1d(axes), axes_of, strict=True):
+    fig, axes = _row(5.5, len(axes_of), 4.8, sharex=True)
+    for ax, per in zip(axes, axes_of, strict=True):
         plot_codebook(ax, table, per)
+    _legend_below(fig, axes)
     return fig
 
 
@@ -539,8 +608,8 @@ _FIGURES = {
 }
 
 
-def figure(study, table, text=None):
-    """A study's picture: all of its panels, and `text` above them.
+def figure(study, table, text="", source=""):
+    """A study's picture: all of its panels, with the words of `headline`.
 
     study : a name in `study.STUDIES`. table : its rows. Returns a matplotlib figure,
     for `save`. Raises ValueError for another name.
@@ -549,6 +618,5 @@ def figure(study, table, text=None):
         raise ValueError(f"study={study!r}; valid: {', '.join(_FIGURES)}")
     with plt.style.context(STYLE):
         fig = _FIGURES[study](table)
-    if text:
-        headline(fig, text)
+    headline(fig, text, source)
     return fig

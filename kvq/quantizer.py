@@ -55,24 +55,22 @@ ROUND = {"half-even": np.rint, "half-away": _half_away, "toward-zero": np.trunc}
 
 
 # --- scales and zeros -----------------------------------------------------------------
-def symmetric_scale(x, group, bits):
-    """s = max|x| / Q,  Q = 2^(b-1) - 1."""
-    return _absmax(x, group) / np.float32(2 ** (bits - 1) - 1)
+def absmax_scale(x, group, top):
+    """s = max|x| / top,  top the largest level.
+
+    symmetric: top = Q = 2^(b-1) - 1.    full-range: top = (2^b - 1) / 2.
+    """
+    return _absmax(x, group) / np.float32(top)
 
 
-def full_range_scale(x, group, bits):
-    """s = max|x| / ((2^b - 1) / 2)."""
-    return _absmax(x, group) / np.float32((2**bits - 1) / 2)
+def signed_extreme_scale(x, group, top):
+    """s = m / -top,  m the number of largest |x|, with its sign.
 
-
-def signed_extreme_scale(x, group, bits):
-    """s = m / -2^(b-1),  m the (signed) number of largest |x|."""
-    return signed_extreme(x, group) / np.float32(-(2 ** (bits - 1)))
-
-
-def asymmetric_scale_zero(low, high, bits):
-    """s = (max - min) / (2^b - 1),  z = min."""
-    return (high - low) / np.float32(2**bits - 1), low
+    The levels reach further down than up, and m always lands on the lowest one.
+    """
+    low = reduce_groups(np.minimum, x, group)
+    high = reduce_groups(np.maximum, x, group)
+    return np.where(-low > high, low, high) / np.float32(-top)
 
 
 def rms_scale(x, group):
@@ -87,34 +85,45 @@ def rms_scale(x, group):
     return (top * np.sqrt(squares / count)).astype(np.float32)
 
 
-def power_of_two_scale(absmax, top):
-    """s = 2^(floor(log2 max|x|) - floor(log2 top)), top the largest level.
+def power_of_two_scale(x, group, top):
+    """s = 2^(floor(log2 max|x|) - floor(log2 top)).
 
     The shared exponent of the OCP Microscaling specification v1.0: numbers beyond
     the largest level saturate.
     """
+    absmax = _absmax(x, group)
     exponent = np.frexp(absmax)[1] - np.frexp(np.float32(top))[1]
     return np.where(absmax == 0, np.float32(0), np.ldexp(np.float32(1), exponent))
+
+
+def asymmetric_scale_zero(x, group, bits, limit):
+    """s = (max - min) / (2^b - 1),  z = min, both extremes within +-limit."""
+    low = np.clip(reduce_groups(np.minimum, x, group), -limit, limit)
+    high = np.clip(reduce_groups(np.maximum, x, group), -limit, limit)
+    return (high - low) / np.float32(2**bits - 1), low
 
 
 def _absmax(x, group):
     return reduce_groups(np.maximum, np.abs(x), group)
 
 
-def signed_extreme(x, group):
-    """The number of largest |x| of each group, with its sign."""
-    low = reduce_groups(np.minimum, x, group)
-    high = reduce_groups(np.maximum, x, group)
-    return np.where(-low > high, low, high)
-
-
 def largest_level(scheme):
-    """The largest |level| that a code of this scheme stands for."""
+    """`top`, what the largest |x| of a group is divided by."""
     if scheme.levels in CODEBOOKS:
         return codebook(scheme.levels, scheme.bits).top
-    if scheme.levels == "asymmetric":
-        return 2**scheme.bits - 1
-    return 2 ** (scheme.bits - 1) - (scheme.levels == "symmetric")
+    half = 2 ** (scheme.bits - 1)
+    return {"symmetric": half - 1, "full-range": half - 0.5, "signed-extreme": half}[
+        scheme.levels
+    ]
+
+
+def scale_rule(scheme):
+    """Which of the rules above a scheme uses, but for asymmetric levels."""
+    if scheme.levels in CODEBOOKS:
+        rule = codebook(scheme.levels, scheme.bits).scale
+    else:
+        rule = "signed-extreme" if scheme.levels == "signed-extreme" else "absmax"
+    return "power-of-two" if scheme.scale_dtype == "e8m0" and rule != "rms" else rule
 
 
 def scale_and_zero(x, scheme):
@@ -126,29 +135,20 @@ def scale_and_zero(x, scheme):
     zero (the others).
     """
     group = scheme.group_shape(*x.shape[-3:])
-    if scheme.levels == "asymmetric":
+    if scheme.has_zero:
         limit = np.float32(DTYPES[scheme.scale_dtype][1])
-        low = np.clip(reduce_groups(np.minimum, x, group), -limit, limit)
-        high = np.clip(reduce_groups(np.maximum, x, group), -limit, limit)
-        scale, zero = asymmetric_scale_zero(low, high, scheme.bits)
+        scale, zero = asymmetric_scale_zero(x, group, scheme.bits, limit)
         return _store_scale(scale, scheme), cast(zero, scheme.scale_dtype)
-    return _store_scale(_scale(x, group, scheme), scheme), None
-
-
-def _scale(x, group, scheme):
-    if scheme.scale_dtype == "e8m0" and scheme.levels != "lloyd-max":
-        return power_of_two_scale(_absmax(x, group), largest_level(scheme))
-    if scheme.levels == "lloyd-max":
-        return rms_scale(x, group)
-    if scheme.levels == "symmetric":
-        return symmetric_scale(x, group, scheme.bits)
-    if scheme.levels == "full-range":
-        return full_range_scale(x, group, scheme.bits)
-    if scheme.levels == "signed-extreme":
-        return signed_extreme_scale(x, group, scheme.bits)
-    if scheme.levels == "iq4_nl":  # its largest level is negative: -127
-        return signed_extreme(x, group) / np.float32(-largest_level(scheme))
-    return _absmax(x, group) / np.float32(largest_level(scheme))
+    rule, top = scale_rule(scheme), largest_level(scheme)
+    if rule == "rms":
+        scale = rms_scale(x, group)
+    elif rule == "signed-extreme":
+        scale = signed_extreme_scale(x, group, top)
+    elif rule == "power-of-two":
+        scale = power_of_two_scale(x, group, top)
+    else:
+        scale = absmax_scale(x, group, top)
+    return _store_scale(scale, scheme), None
 
 
 def _store_scale(scale, scheme):

@@ -186,6 +186,18 @@ def _group_point(name, x, scheme):
     }
 
 
+def pareto_front(rows):
+    """The rows that no other row beats: as few stored bits with as little error.
+
+    Judged by bits_per_element and nmse; in the order of their bits.
+    """
+    front = []
+    for row in sorted(rows, key=lambda r: (r["bits_per_element"], r["nmse"])):
+        if not front or row["nmse"] < front[-1]["nmse"]:
+            front.append(row)
+    return front
+
+
 # --- bits -----------------------------------------------------------------------------
 def bits(
     sample,
@@ -415,53 +427,52 @@ def residual(
     progress=False,
     *,
     bits=(2, 4),
+    sinks=(0, 1),
     windows=None,
     group=32,
+    every=4,
 ):
     """What does a full-precision window of the newest R tokens buy, at what price?
 
     Keys per channel, values per token, asymmetric, as KIVI stores them. The cache
-    grows token by token, and each of the sample's queries attends when its token is
-    the newest.
+    grows token by token, and each `every`-th of the sample's queries attends when its
+    token is the newest.
+    sinks : numbers of first tokens to keep in full precision as well.
     windows : values of R; None is 0, 16, 32, 64, ... up to all T tokens.
-    Columns: bits, residual, window (tokens in it at the end), nbytes,
+    Columns: bits, sinks, residual, quantized (tokens, at the end), nbytes,
     bits_per_element, output_error. Raises ValueError for a sample without queries.
     """
     _needs_queries(sample, "residual")
     T = sample.k.shape[-2]
-    points = [
-        (
-            sample,
-            Policy(
-                key=Scheme(b, "channel", group, "asymmetric"),
-                value=Scheme(b, "token", group, "asymmetric"),
-                residual=R,
-            ),
-        )
-        for b in bits
-        for R in ([0, *_doublings(16, T)] if windows is None else windows)
-    ]
+    if windows is None:
+        windows = [0, *_doublings(16, T)]
+    points = []
+    for b in bits:
+        key = Scheme(b, "channel", group, "asymmetric")
+        value = Scheme(b, "token", group, "asymmetric")
+        for S in sinks:
+            points += [(sample, Policy(key, value, R, S), every) for R in windows]
     return run(_residual_point, points, jobs, progress)
 
 
-def _residual_point(sample, policy):
-    cache, outputs = _stream(sample, policy)
-    exact = attention(sample.q, sample.k, sample.v, causal=True)
-    size = sample.k.size + sample.v.size
+def _residual_point(sample, policy, every):
+    cache, outputs = _stream(sample, policy, every)
+    exact = attention(sample.q, sample.k, sample.v, causal=True)[:, ::every]
     return {
         "bits": policy.key.bits,
+        "sinks": policy.sinks,
         "residual": policy.residual,
-        "window": policy.split(len(cache))[2],
+        "quantized": policy.split(len(cache))[1],
         "nbytes": cache.nbytes,
-        "bits_per_element": 8 * cache.nbytes / size,
+        "bits_per_element": 8 * cache.nbytes / (sample.k.size + sample.v.size),
         "output_error": metrics.output_error(exact, outputs),
     }
 
 
-def _stream(sample, policy):
-    """A cache fed token by token, and what the newest queries got from it.
+def _stream(sample, policy, every):
+    """A cache fed token by token, and what the queries got that attended on the way.
 
-    Returns (cache, outputs (H_q, T_q, D_v)).
+    Returns (cache, outputs (H_q, ceil(T_q / every), D_v)).
     """
     k, v, q = sample.k, sample.v, sample.q
     first = k.shape[-2] - q.shape[-2]
@@ -471,7 +482,8 @@ def _stream(sample, policy):
     for i in range(q.shape[-2]):
         newest = slice(first + i, first + i + 1)
         cache.append(k[:, newest], v[:, newest])
-        outputs.append(cache.attend(q[:, i : i + 1], tile=None))
+        if i % every == 0:
+            outputs.append(cache.attend(q[:, i : i + 1]))
     return cache, np.concatenate(outputs, axis=-2)
 
 

@@ -182,7 +182,8 @@ def execute(path):
     )
     try:
         # The pages show the figures, whatever backend the caller's MPLBACKEND names.
-        environment = {**os.environ, "MPLBACKEND": INLINE}
+        # Lessons run side by side: more BLAS threads than cores would slow all of them.
+        environment = {**os.environ, "MPLBACKEND": INLINE, "OPENBLAS_NUM_THREADS": "1"}
         asyncio.run(client.async_execute(env=environment))
     except (CellExecutionError, CellTimeoutError, DeadKernelError, NoSuchKernel) as e:
         return notebook, _failure(started, e)

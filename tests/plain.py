@@ -134,6 +134,8 @@ def exact_scale(x, scheme):
         return math.sqrt(np.mean(x**2)), None
     levels = level_values(scheme)
     largest = np.nanmax(np.abs(levels))
+    if scheme.levels == "full-range":
+        largest = half - 0.5  # -half alone would let every positive extreme saturate
     if scheme.scale_dtype == "e8m0":
         exponent = math.frexp(top)[1] - math.frexp(largest)[1]
         return (math.ldexp(1.0, exponent) if top else 0.0), None
