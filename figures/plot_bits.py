@@ -27,10 +27,12 @@ def db_per_bit(table, tensor, levels):
 
 
 def finding(table):
+    uniform, gaussian = (
+        db_per_bit(table, "K", levels) for levels in ("asymmetric", "lloyd-max")
+    )
     return (
-        f"Keys per token gain {db_per_bit(table, 'K', 'asymmetric'):.1f} dB per bit with "
-        f"asymmetric levels, {db_per_bit(table, 'K', 'lloyd-max'):.1f} dB with levels "
-        "made for Gaussian numbers"
+        f"Keys per token gain {uniform:.1f} dB per bit with asymmetric levels, "
+        f"{gaussian:.1f} dB with levels made for Gaussian numbers"
     )
 
 

@@ -5,6 +5,8 @@ what theory expects of Gaussian numbers: outlier channels spoil a token's groups
 within one channel the numbers are more alike than Gaussian ones.
 """
 
+from matplotlib import pyplot as plt
+
 from kvq import plots, study
 from kvq.samples import real_kv
 
@@ -26,13 +28,14 @@ def finding(table):
         )
     ]
     return (
-        f"Keys: a scale per channel leaves {min(ratios):.0f} to {max(ratios):.0f} times "
-        "less error than one per token, at equal size"
+        f"Keys: a scale per channel leaves {min(ratios):.0f} to {max(ratios):.0f} "
+        "times less error than one per token, at equal size"
     )
 
 
+@plots.style()
 def draw(table, path_stem):
-    fig, (left, right) = plots.subplots(1, 2, figsize=(11, 4.9))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.9))
     plots.plot_group_size(left, table, "K", (2, 4))
     plots.plot_pareto(right, table, "K")
     left.set_title("keys, error against group size")

@@ -23,8 +23,8 @@ def finding(table):
         for tensor, per in (("K", "token"), ("K", "channel"), ("V", "token"))
     )
     return (
-        f"4 bits: quantizing keys per token moves the output by {100 * key_token:.1f} %, "
-        f"keys per channel by {100 * key_channel:.1f} %, "
+        f"4 bits: quantizing keys per token moves the output by "
+        f"{100 * key_token:.1f} %, keys per channel by {100 * key_channel:.1f} %, "
         f"values per token by {100 * value:.1f} %"
     )
 

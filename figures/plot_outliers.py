@@ -5,6 +5,8 @@ head. The lower row has the median over tokens instead of the maximum: a channel
 is high in both is large at every token, not once.
 """
 
+from matplotlib import pyplot as plt
+
 from kvq import plots, study
 from kvq.samples import LAYERS, real_kv
 
@@ -28,19 +30,20 @@ def finding(table):
     }
     later = max(ratio for layer, ratio in values.items() if layer > 0)
     return (
-        f"The largest key channel reaches {keys:.1f} times the typical one, the largest "
-        f"value channel {later:.1f} times, but {values[0]:.1f} in layer 0"
+        f"The largest key channel reaches {keys:.1f} times the typical one, the "
+        f"largest value channel {later:.1f} times, but {values[0]:.1f} in layer 0"
     )
 
 
+@plots.style()
 def draw(table, path_stem):
-    fig, axes = plots.subplots(
-        2, len(LAYERS), figsize=(14, 7), sharex=True, sharey="row"
-    )
+    fig, axes = plt.subplots(2, len(LAYERS), figsize=(14, 7), sharex=True, sharey="row")
     for row, y in zip(axes, ("absmax", "median"), strict=True):
         for ax, layer in zip(row, LAYERS, strict=True):
             plots.plot_outliers(ax, plots.pick(table, layer=layer), y)
             ax.label_outer()
+            if ax is not axes[0, 0]:
+                ax.get_legend().remove()
     for ax, layer in zip(axes[0], LAYERS, strict=True):
         ax.set_title(f"layer {layer}")
     plots.headline(fig, finding(table), SOURCE)

@@ -6,6 +6,8 @@ for values too, judged by the stored numbers; `plot_key_vs_value.py` shows that 
 attention output says otherwise.
 """
 
+from matplotlib import pyplot as plt
+
 from kvq import plots, study
 from kvq.samples import real_kv
 
@@ -30,11 +32,13 @@ def finding(table):
     )
 
 
+@plots.style()
 def draw(table, path_stem):
-    fig, axes = plots.subplots(1, 2, figsize=(12, 5.4), sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(12, 5.4), sharey=True)
     for ax, tensor in zip(axes, "KV", strict=True):
         plots.plot_pareto(ax, table, tensor)
         ax.set_title(plots.NAMES[tensor], color=plots.COLORS[tensor])
         ax.label_outer()
+    plots.legend_below(fig, axes, 10)
     plots.headline(fig, finding(table), SOURCE)
     plots.save(fig, path_stem)

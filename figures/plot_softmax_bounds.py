@@ -6,6 +6,7 @@ have several tokens whose logit errors average out.
 """
 
 import numpy as np
+from matplotlib import pyplot as plt
 
 from kvq import plots, study
 from kvq.samples import real_kv
@@ -31,8 +32,9 @@ def finding(table):
     )
 
 
+@plots.style()
 def draw(table, path_stem):
-    fig, axes = plots.subplots(1, 2, figsize=(11, 4.8))
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.8))
     for ax, measure in zip(axes, ("tv", "kl"), strict=True):
         plots.plot_softmax_bounds(ax, table, measure)
     plots.headline(fig, finding(table), SOURCE)

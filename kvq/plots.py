@@ -79,35 +79,38 @@ OUTPUT_ERROR = "attention output, relative error"
 
 
 # --- figures --------------------------------------------------------------------------
-def subplots(*args, **options):
-    """`matplotlib.pyplot.subplots` in the project's style."""
-    with plt.style.context(STYLE):
-        return plt.subplots(*args, **options)
+def style():
+    """The project's look: a context, or a decorator for a function that draws."""
+    return plt.style.context(STYLE)
 
 
+@style()
 def headline(fig, text, source=""):
     """The finding, above everything, in bold; what was measured, below everything."""
-    with plt.style.context(STYLE):
-        fig.suptitle(text, x=0.01, ha="left")
-        if source:
-            fig.supxlabel(source, x=0.99, ha="right", fontsize=9, color="#555555")
+    fig.suptitle(text, x=0.01, ha="left")
+    if source and fig.legends:  # both want the lower edge
+        fig.legends[-1].set_title(source, {"size": 9})
+        fig.legends[-1].get_title().set_color("#555555")
+    elif source:
+        fig.supxlabel(source, x=0.99, ha="right", fontsize=9, color="#555555")
 
 
+@style()
 def save(fig, stem):
     """Write `stem`.svg and `stem`.png, the same bytes on every run, and close `fig`.
 
-    stem : a path without suffix. Returns the two paths.
+    stem : a path without suffix. Each file appears complete or not at all.
+    Returns the two paths.
     """
-    paths = [Path(f"{stem}.svg"), Path(f"{stem}.png")]
     metadata = {".svg": {"Date": None, "Creator": None}, ".png": {"Software": None}}
-    with plt.style.context(STYLE):
-        for path in paths:
-            temporary = path.with_name(f".{os.getpid()}.{path.name}")
-            try:
-                fig.savefig(temporary, metadata=metadata[path.suffix])
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+    paths = [Path(f"{stem}{suffix}") for suffix in metadata]
+    for path in paths:
+        temporary = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            fig.savefig(temporary, metadata=metadata[path.suffix])
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     plt.close(fig)
     return paths
 
@@ -189,13 +192,14 @@ def _legend(ax, **options):
     ax.legend(*_labelled(ax), **options)
 
 
-def _legend_below(fig, axes):
+def legend_below(fig, axes, columns=6):
     """One legend under all panels, in place of theirs."""
     for ax in axes:
         if ax.get_legend():
             ax.get_legend().remove()
     handles, labels = _labelled(axes[-1])
-    fig.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    columns = min(columns, len(labels))
+    fig.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _labelled(ax):
@@ -204,7 +208,11 @@ def _labelled(ax):
     return list(once.values()), list(once)
 
 
+_BELOW = {"dx": 6, "dy": -24, "ha": "right"}
+
+
 # --- group size -----------------------------------------------------------------------
+@style()
 def plot_group_size(ax, table, tensor="K", bits=(2, 4)):
     """Error against group size: per token and per channel, beside Gaussian numbers.
 
@@ -217,8 +225,9 @@ def plot_group_size(ax, table, tensor="K", bits=(2, 4)):
             x, y = column(line, "group"), column(line, "nmse")
             ax.plot(x, y, **_look(per))
             text = f"{AXES[per]}, {b} bits"
-            dy = 12 if per == "token" else -13
-            _label(ax, x[-1], y[-1], text, COLORS[per], dx=4, dy=dy, ha="right")
+            # Beside a token's line, which ends early; below a channel's.
+            place = {"dx": 8, "dy": 6} if per == "token" else _BELOW
+            _label(ax, x[-1], y[-1], text, COLORS[per], **place)
         longest = max((pick(table, bits=b, per=p) for p in AXES), key=len)
         x, y = column(longest, "group"), column(longest, "predicted_gaussian")
         ax.plot(x, y, **_PREDICTED, label="predicted for Gaussian numbers")
@@ -226,6 +235,7 @@ def plot_group_size(ax, table, tensor="K", bits=(2, 4)):
     _legend(ax, loc="lower right")
 
 
+@style()
 def plot_group_size_bits(ax, table, tensor, per):
     """Error against group size, one line per number of bits, with both predictions.
 
@@ -258,6 +268,7 @@ def _finish_group_axes(ax, table):
     ax.set_ylabel(NMSE)
 
 
+@style()
 def plot_pareto(ax, table, tensor="K"):
     """Error against stored bits per number: one line per width, one dot per group.
 
@@ -279,13 +290,14 @@ def plot_pareto(ax, table, tensor="K"):
     _log_axis(ax, "y")
     ax.set_xlabel("stored bits per number: codes, scales and zeros")
     ax.set_ylabel(NMSE)
-    _legend(ax)
+    _legend(ax, loc="lower left")
 
 
 # --- bits -----------------------------------------------------------------------------
 _LEVELS = {"symmetric": "v", "asymmetric": "o", "lloyd-max": "D"}
 
 
+@style()
 def plot_bits(ax, table, tensor="K"):
     """SQNR against bits, one line per kind of levels, beside what theory allows.
 
@@ -312,6 +324,7 @@ def plot_bits(ax, table, tensor="K"):
 
 
 # --- axis -----------------------------------------------------------------------------
+@style()
 def plot_axis(ax, table, bits=4):
     """Error of each tensor for each set of numbers that shares a scale.
 
@@ -331,6 +344,7 @@ def plot_axis(ax, table, bits=4):
 
 
 # --- keys versus values ---------------------------------------------------------------
+@style()
 def plot_key_vs_value(ax, table, y="output_error", tensors=("K", "V")):
     """One column against bits, for keys alone and values alone quantized.
 
@@ -356,6 +370,7 @@ def plot_key_vs_value(ax, table, y="output_error", tensors=("K", "V")):
     _legend(ax)
 
 
+@style()
 def plot_softmax_bounds(ax, table, measure="tv"):
     """Each query's total variation ("tv") or "kl" against omega, under its bound.
 
@@ -378,6 +393,7 @@ def plot_softmax_bounds(ax, table, measure="tv"):
 
 
 # --- the residual window --------------------------------------------------------------
+@style()
 def plot_residual(ax, table, x="residual"):
     """Output error against the window R, or against "bits_per_element".
 
@@ -389,18 +405,16 @@ def plot_residual(ax, table, x="residual"):
             look = _look(b, mfc="white" if sinks else COLORS[b])
             text = f"{b} bits" + (f", {sinks} sink token kept" if sinks else "")
             ax.plot(column(line, x), column(line, "output_error"), **look, label=text)
-    for r in pick(table, quantized=0):
-        ax.plot(
-            r[x], r["output_error"], "*", color=COLORS["fp16"], ms=11, clip_on=False
-        )
-        where = {"dx": 0, "dy": 22, "ha": "right"}
-        _label(ax, r[x], r["output_error"], "nothing is quantized", "black", **where)
+    for r in pick(table, quantized=0)[:1]:
+        end, color = (r[x], r["output_error"]), COLORS["fp16"]
+        ax.plot(*end, "*", color=color, markersize=11, clip_on=False)
+        _label(ax, *end, "nothing is quantized", color, dx=0, dy=22, ha="right")
     if x == "residual":
         ax.set_xscale("symlog", base=2, linthresh=16, linscale=0.5)
         _ticks(ax.xaxis, column(table, x))
     names = {"residual": "window R: newest tokens in full precision"}
     ax.set_xlabel(names.get(x, BITS_PER_ELEMENT))
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, max(ax.get_ylim()[1], 1.1 * max(column(table, "output_error"))))
     ax.set_ylabel(OUTPUT_ERROR)
     _legend(ax)
 
@@ -410,6 +424,7 @@ _TRANSFORMS = {"none": "keys as they are", "hadamard": "rotated"}
 _TRANSFORMS["signed-hadamard"] = "signs, rotated"
 
 
+@style()
 def plot_rotation(ax, table, x="nmse"):
     """One column for each transform of the keys, with and without smoothing.
 
@@ -439,6 +454,7 @@ def plot_rotation(ax, table, x="nmse"):
 
 
 # --- codebooks ------------------------------------------------------------------------
+@style()
 def plot_codebook(ax, table, per="token"):
     """SQNR of each set of 16 levels, for keys, values and Gaussian numbers.
 
@@ -471,6 +487,7 @@ def outlier_ratios(table, y="absmax"):
     return ratios
 
 
+@style()
 def plot_outliers(ax, table, y="absmax"):
     """Channels by size, each head its own line, over the typical channel of its head.
 
@@ -495,6 +512,7 @@ def plot_outliers(ax, table, y="absmax"):
     _legend(ax)
 
 
+@style()
 def plot_channel_map(ax, table, tensor="K"):
     """|x| of one head as a picture: channels across, tokens down.
 
@@ -506,7 +524,7 @@ def plot_channel_map(ax, table, tensor="K"):
     step = tokens[1] - tokens[0] if len(tokens) > 1 else 1
     image = ax.imshow(
         picture,
-        cmap="cividis",
+        cmap="viridis",
         aspect="auto",
         vmin=0,
         extent=(-0.5, len(channels) - 0.5, tokens[-1] + step, 0),
@@ -522,7 +540,7 @@ def plot_channel_map(ax, table, tensor="K"):
 def _figure_group_size(table):
     tensors, axes_of = distinct(table, "tensor"), distinct(table, "per")
     n, m = len(tensors), len(axes_of) + 1
-    fig, axes = subplots(n, m, figsize=(5 * m, 4.2 * n), squeeze=False, sharey=True)
+    fig, axes = plt.subplots(n, m, figsize=(5 * m, 4.2 * n), squeeze=False, sharey=True)
     for row, tensor in zip(axes, tensors, strict=True):
         for ax, per in zip(row, axes_of, strict=False):
             plot_group_size_bits(ax, table, tensor, per)
@@ -537,7 +555,7 @@ def _figure_group_size(table):
 def _row(width, panels, height=4.4, **options):
     """A figure with `panels` axes side by side that share y, as a list."""
     options = {"sharey": True, "squeeze": False, **options}
-    fig, axes = subplots(1, panels, figsize=(width * panels, height), **options)
+    fig, axes = plt.subplots(1, panels, figsize=(width * panels, height), **options)
     return fig, list(axes[0])
 
 
@@ -547,7 +565,7 @@ def _figure_bits(table):
     for ax, tensor in zip(axes, tensors, strict=True):
         plot_bits(ax, table, tensor)
         ax.label_outer()
-    _legend_below(fig, axes)
+    legend_below(fig, axes)
     return fig
 
 
@@ -556,12 +574,12 @@ def _figure_axis(table):
     fig, axes = _row(4.6, len(bits))
     for ax, b in zip(axes, bits, strict=True):
         plot_axis(ax, table, b)
-    _legend_below(fig, axes)
+    legend_below(fig, axes)
     return fig
 
 
 def _figure_key_vs_value(table):
-    fig, (stored, logits, output) = subplots(1, 3, figsize=(14, 4.6))
+    fig, (stored, logits, output) = plt.subplots(1, 3, figsize=(14, 4.6))
     plot_key_vs_value(stored, table, "nmse")
     plot_key_vs_value(logits, table, "logit_rms", ("K",))
     plot_key_vs_value(output, table, "output_error")
@@ -584,7 +602,7 @@ def _figure_rotation(table):
     plot_rotation(axes[0], pick(table, bits=table[0]["bits"]), "max_over_rms")
     plot_rotation(axes[1], table, "nmse")
     plot_rotation(axes[2], table, "output_error")
-    _legend_below(fig, axes)
+    legend_below(fig, axes)
     return fig
 
 
@@ -593,7 +611,7 @@ def _figure_codebook(table):
     fig, axes = _row(5.5, len(axes_of), 4.8, sharex=True)
     for ax, per in zip(axes, axes_of, strict=True):
         plot_codebook(ax, table, per)
-    _legend_below(fig, axes)
+    legend_below(fig, axes)
     return fig
 
 
@@ -608,6 +626,7 @@ _FIGURES = {
 }
 
 
+@style()
 def figure(study, table, text="", source=""):
     """A study's picture: all of its panels, with the words of `headline`.
 
@@ -616,7 +635,6 @@ def figure(study, table, text="", source=""):
     """
     if study not in _FIGURES:
         raise ValueError(f"study={study!r}; valid: {', '.join(_FIGURES)}")
-    with plt.style.context(STYLE):
-        fig = _FIGURES[study](table)
+    fig = _FIGURES[study](table)
     headline(fig, text, source)
     return fig

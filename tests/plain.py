@@ -132,8 +132,7 @@ def exact_scale(x, scheme):
         return (x.max() - x.min()) / (2 * half - 1), x.min()
     if scheme.levels == "lloyd-max":
         return math.sqrt(np.mean(x**2)), None
-    levels = level_values(scheme)
-    largest = np.nanmax(np.abs(levels))
+    largest = np.nanmax(np.abs(level_values(scheme)))
     if scheme.levels == "full-range":
         largest = half - 0.5  # -half alone would let every positive extreme saturate
     if scheme.scale_dtype == "e8m0":
@@ -141,8 +140,6 @@ def exact_scale(x, scheme):
         return (math.ldexp(1.0, exponent) if top else 0.0), None
     extreme = x.flat[np.abs(x).argmax()]
     return {
-        "symmetric": top / (half - 1),
-        "full-range": top / ((2 * half - 1) / 2),
         "signed-extreme": extreme / -half,
         "iq4_nl": extreme / -127,
     }.get(scheme.levels, top / largest), None

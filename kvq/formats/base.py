@@ -34,7 +34,9 @@ class Format(ABC):
     """One format of one system.
 
     name : "system:format". version : the upstream version whose bytes these are.
-    scheme : the setting of our vocabulary that stores the same levels, or None.
+    scheme : the setting of our vocabulary with the same levels, or None. A code may
+        differ by one from `kvq.quantize`, near the middle of two levels, where the
+        format rounds otherwise.
     """
 
     name: str
@@ -67,12 +69,17 @@ class Format(ABC):
     def check(self, x):
         """x as a finite native float array of at least one axis."""
         x = as_float_array(x)
-        if x.ndim < 1 or x.size == 0:
-            raise ValueError(f"{self.name}: shape {x.shape}; expected (..., T, D)")
+        self.check_shape(x.shape)
         return x
+
+    def check_shape(self, shape):
+        """Raise ValueError for a shape that holds no numbers."""
+        if len(shape) < 1 or min(shape) < 1:
+            raise ValueError(f"{self.name}: shape {tuple(shape)}; expected (..., T, D)")
 
     def check_bytes(self, data, shape):
         """`data` as a uint8 array of exactly the bytes that `shape` needs."""
+        self.check_shape(shape)
         need = self.nbytes(shape)
         if len(data) != need:
             raise ValueError(
@@ -80,6 +87,11 @@ class Format(ABC):
                 f"has {need}"
             )
         return np.frombuffer(data, np.uint8)
+
+
+# Numbers encoded or decoded at a time: what is computed on the way stays in the
+# processor's cache.
+CHUNK = 2**16
 
 
 class BlockFormat(Format):
@@ -104,11 +116,21 @@ class BlockFormat(Format):
         x = self.check(x)
         self.nbytes(x.shape)
         blocks = x.astype(np.float32, copy=False).reshape(-1, self.block)
-        return self.encode_blocks(blocks).tobytes()
+        parts = [self.encode_blocks(blocks[n]) for n in self._chunks(len(blocks))]
+        return b"".join(part.tobytes() for part in parts)
 
     def decode(self, data, shape):
         blocks = self.check_bytes(data, shape).reshape(-1, self.block_bytes)
-        return self.decode_blocks(blocks).reshape(shape)
+        x = np.empty((len(blocks), self.block), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # bytes may hold inf or NaN
+            for n in self._chunks(len(blocks)):
+                x[n] = self.decode_blocks(blocks[n])
+        return x.reshape(shape)
+
+    def _chunks(self, blocks):
+        """Slices of a few blocks that together are all of them."""
+        step = max(CHUNK // self.block, 1)
+        return [slice(i, i + step) for i in range(0, blocks, step)]
 
     @abstractmethod
     def encode_blocks(self, x): ...

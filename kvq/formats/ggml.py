@@ -183,12 +183,15 @@ class Iq4Nl(BlockFormat):
         return np.searchsorted(middle, y, side="right")
 
     def best_scale(self, x, y):
-        """d = sum w y x / sum w y^2, w = x^2, summed one after the other in float32."""
-        with np.errstate(under="ignore"):
+        """d = sum w y x / sum w y^2, w = x^2, summed one after the other in float32.
+
+        Beyond |x| of about 1e12 the sums are inf, and d is not a number, as in ggml.
+        """
+        with np.errstate(under="ignore", over="ignore", invalid="ignore"):
             w = x * x
             top = np.cumsum(w * y * x, axis=-1, dtype=f32)[:, -1:]
             bottom = np.cumsum(w * y * y, axis=-1, dtype=f32)[:, -1:]
-        return np.divide(top, bottom, out=np.zeros_like(top), where=bottom > 0)
+            return np.divide(top, bottom, out=np.zeros_like(top), where=bottom > 0)
 
     def decode_blocks(self, data):
         return read_half(data[:, :2]) * self.levels[unpack_nibbles(data[:, 2:])]
@@ -216,7 +219,7 @@ class Plain(BlockFormat):
             return x.astype(self.dtype).view(np.uint8)
 
     def decode_blocks(self, data):
-        return np.ascontiguousarray(data).view(self.dtype).astype(f32)
+        return np.ascontiguousarray(data).view(self.dtype)
 
 
 # --- tensor types of ggml that are not cache types ------------------------------------
@@ -224,6 +227,8 @@ class Mxfp4(BlockFormat):
     """One power of two per 32 numbers, E2M1 codes; nearest, the first of equals.
 
     e = floor(log2 max|x|) - 2 + 127,  x_hat = 2^(e - 128) * {0, 1, 2, 3, 4, 6, 8, 12}
+
+    log2 is taken in float32, so just below a power of two it may round up to it.
     """
 
     block, block_bytes = 32, 17
@@ -231,8 +236,8 @@ class Mxfp4(BlockFormat):
 
     def encode_blocks(self, x):
         top = np.abs(x).max(axis=-1, keepdims=True)
-        exponent = np.frexp(top)[1] - 1 - 2 + 127  # frexp: top = f * 2^e, f in [.5, 1)
-        e = np.where(top > 0, np.clip(exponent, 0, 254), 0).astype(np.uint8)
+        log2 = np.log2(top, out=np.full_like(top, -125), where=top > 0)
+        e = np.maximum(np.floor(log2) - 2 + 127, 0).astype(np.uint8)
         y = np.abs(x) / self.scale(e)
         middle = (self.levels[1:8] + self.levels[:7]) / 2
         q = np.searchsorted(middle, y, side="left").astype(np.uint8)
@@ -251,6 +256,7 @@ class Nvfp4(BlockFormat):
     """Four unsigned E4M3 scales, then E2M1 codes: decode only.
 
     Number j of each 16 is in the low, j + 8 in the high half of its byte j.
+    x_hat = s / 2 * {0, 1, 2, 3, 4, 6, 8, 12}; the scale byte 0x7F means 0.
     """
 
     block, block_bytes = 64, 36
@@ -261,10 +267,11 @@ class Nvfp4(BlockFormat):
     def decode_blocks(self, data):
         from kvq.codebooks import codebook
 
-        scales = data[:, :4] & 0x7F
-        s = np.where(scales == 0x7F, 0, codebook("e4m3", 8).values[scales])
+        scales = data[:, :4]
+        e4m3 = np.nan_to_num(codebook("e4m3", 8).values[:128], nan=480)
+        s = np.where(scales == 0x7F, 0, e4m3[scales & 0x7F]) / 2  # the sign is ignored
         codes = unpack_nibbles(data[:, 4:].reshape(-1, 8)).reshape(-1, 4, 16)
-        return (codebook("e2m1", 4).values[codes] * s[..., None]).reshape(-1, 64)
+        return (Mxfp4.levels[codes] * s[..., None]).reshape(-1, 64)
 
 
 # --- rotation of the cache ------------------------------------------------------------
@@ -281,8 +288,11 @@ def rotate(x, size):
 
     llama.cpp rotates quantized caches by itself (K by `rotation_size`, V by 64), after
     RoPE and before quantization, and does not record it in state files.
+    Raises ValueError for a size that is no power of two or does not divide D.
     """
     x = np.asarray(x, f32)
+    if size < 1 or x.shape[-1] % size:
+        raise ValueError(f"size={size}; valid: powers of two that divide {x.shape[-1]}")
     return hadamard(x.reshape(*x.shape[:-1], -1, size)).reshape(x.shape)
 
 

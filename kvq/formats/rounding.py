@@ -44,6 +44,10 @@ def bucket(y, midpoints, ties):
 
 
 def inverse(d):
-    """1 / d in binary32, and 0 where d is 0 (ggml's convention)."""
+    """1 / d in binary32, and 0 where d is 0 (ggml's convention).
+
+    Also 0 for |d| below 2^-128, whose inverse is inf: what C makes of the codes that
+    follow is undefined, and such a d is stored as a zero anyway.
+    """
     d = np.asarray(d, f32)
-    return np.divide(f32(1), d, out=np.zeros_like(d), where=d != 0)
+    return np.divide(f32(1), d, out=np.zeros_like(d), where=np.abs(d) > 2.0**-128)

@@ -1,0 +1,7 @@
+"""`python -m kvq` is the `kvq` command."""
+
+import sys
+
+from kvq.cli import main
+
+sys.exit(main())
