@@ -2,8 +2,9 @@
 
 A smaller error of the stored numbers need not be a smaller error of the output:
 values per channel are stored better than values per token and yet give a worse
-output here. Heavily attended tokens with small values share their scales with large
-ones. (Layer 0, which attends to many tokens, is the exception.)
+output. Token 0 alone turns it round here: it takes more than a third of the weight,
+and its small values share their scales with larger ones. (Layer 0, which ignores
+token 0, is the exception.)
 """
 
 from kvq import plots, study

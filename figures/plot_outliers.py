@@ -1,8 +1,9 @@
-"""Keys have channels that are large at every token; values do not, but in layer 0.
+"""Keys have outlier channels in all four layers; values exceed them in layer 0 alone.
 
 Each line is one head: its channels by size, over the typical (median) channel of that
 head. The lower row has the median over tokens instead of the maximum: a channel that
-is high in both is large at every token, not once.
+is high in both is large at most tokens, not once. By that measure some value heads
+have one persistent channel too, below those of the same layer's keys.
 """
 
 from matplotlib import pyplot as plt
@@ -23,9 +24,9 @@ def data():
 
 
 def finding(table):
-    keys = max(plots.outlier_ratios(plots.pick(table, tensor="K")))
+    keys = max(study.outlier_ratios(plots.pick(table, tensor="K")))
     values = {
-        layer: max(plots.outlier_ratios(plots.pick(table, tensor="V", layer=layer)))
+        layer: max(study.outlier_ratios(plots.pick(table, tensor="V", layer=layer)))
         for layer in LAYERS
     }
     later = max(ratio for layer, ratio in values.items() if layer > 0)

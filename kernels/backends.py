@@ -18,6 +18,7 @@ float32 from the others).
 """
 
 import importlib
+import textwrap
 
 from kvq.scheme import UNIFORM
 from kvq.tensor import quantize
@@ -138,9 +139,8 @@ def import_problem(module):
 
 
 def one_line(error):
-    """The first line of an exception's message, or its kind where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(" :") if lines else type(error).__name__
+    """An exception's message on one line, or its kind where it has none."""
+    return textwrap.shorten(str(error), 120, placeholder="...") or type(error).__name__
 
 
 def gpu_status():

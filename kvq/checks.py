@@ -539,3 +539,67 @@ def check_block_key(f):
                 f"likely cause: the {what} is not part of the key"
             )
     print("ok: block key")
+
+
+# --- planning -------------------------------------------------------------------------
+def check_tokens_held(f):
+    """f(T, growing, sliding, W) -> growing * T + sliding * min(T, W)."""
+    growing, sliding, W = 3, 5, 40
+    for T in (100, 25):
+        mistakes = {
+            "sliding layers are not counted: they hold tokens, too": growing * T,
+            "a sliding layer holds no more than W tokens": (growing + sliding) * T,
+            "before the window is full, a sliding layer holds T tokens": growing * T
+            + sliding * W,
+            "the layers that grow hold all T tokens": (growing + sliding) * min(T, W),
+        }
+        expected = growing * T + sliding * min(T, W)
+        what = f"tokens held, T={T}, W={W}"
+        compare(what, f(T, growing, sliding, W), expected, mistakes)
+
+
+def check_users_sharing(f):
+    """f(free, token_bytes, prefix, own) -> floor((free - P c) / (o c)), at least 0."""
+    for free, c, P, o in ((1_000_000, 544, 640, 48), (300_000, 544, 640, 48)):
+        mistakes = {
+            "the prefix takes room, once": free // (o * c),
+            "the prefix is stored once, not once per user": free // ((P + o) * c),
+            "a part of a user is no user: round down": max(free - P * c, 0) / (o * c),
+            "a prefix that does not fit leaves room for 0 users": (free - P * c)
+            // (o * c),
+            "P and o are tokens: multiply both by the bytes of a token": max(
+                free - P, 0
+            )
+            // o,
+        }
+        expected = max(free - P * c, 0) // (o * c)
+        what = f"users beside a prefix of {P} tokens, {free:,} bytes free"
+        compare(what, f(free, c, P, o), expected, mistakes)
+
+
+def check_step_speedup(f):
+    """f(W, C, r) -> (W + C) / (W + C / r)."""
+    W, C, r = 16.0, 24.0, 3.76
+    mistakes = {
+        "the weights are read as well, before and after": r,
+        "the weights stay as they are: only C is divided by r": (W + C)
+        / (W / r + C / r),
+        "this is the ratio upside down": (W + C / r) / (W + C),
+        "C shrinks to C / r, it does not vanish": (W + C) / W,
+        "this is the new time, not the ratio": W + C / r,
+    }
+    expected = (W + C) / (W + C / r)
+    compare("speed-up of a step", f(W, C, r), expected, mistakes)
+
+
+def check_binding_bits(f):
+    """f(c, B, J) -> 8 c B / J."""
+    c, B, J = 1.9, 4.8e12, 33.5e12
+    expected = 8 * c * B / J
+    mistakes = {
+        "this is in bytes: a byte has 8 bits": expected / 8,
+        "b / (8 B) = c / I: solve for b": J / (8 * c * B),
+        "B belongs on top, J below": 8 * c * J / B,
+        "the instructions per number are missing": 8 * B / J,
+    }
+    compare("bits below which instructions bind", f(c, B, J), expected, mistakes)

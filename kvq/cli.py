@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +24,10 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _flag(name):
+    return "--" + name.replace("_", "-")
 
 
 # --- numbers with units ---------------------------------------------------------------
@@ -63,19 +68,32 @@ def integers(text):
         raise argparse.ArgumentTypeError(message) from None
 
 
+def positive(text):
+    """A number above 0."""
+    try:
+        if 0 < float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+
+
 def names(text):
     """A list of names: token,channel."""
     return [item.strip() for item in text.split(",")]
 
 
 # --- tables ---------------------------------------------------------------------------
-def table(rows):
-    """Aligned text of rows (lists of str), the first one the heading, the first
-    column to the left and the others to the right."""
+def table(rows, left=(0,)):
+    """Lines of aligned text. rows : lists of str, the first one the titles.
+    left : columns that are flush left; the others are flush right."""
+    rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         yield "  ".join(cells).rstrip()
 
 
@@ -106,6 +124,12 @@ SHAPE = {
     "sliding_window": "tokens that a sliding layer keeps",
     "sliding_layers": "how many layers slide",
 }
+PLAN_NOTES = (
+    "bits/number: scales and zeros counted. KiB/token, max tokens: of one sequence, "
+    "all layers. max users: sequences of that many tokens.",
+    "speed-up: the most that decode attention over a long cache can gain on fp16, the "
+    "ratio of bytes.",
+)
 
 
 def add_plan(commands):
@@ -117,7 +141,7 @@ def add_plan(commands):
         help="a Hugging Face config.json, or the name of a bundled one",
     )
     for name, text in SHAPE.items():
-        model.add_argument(f"--{name.replace('_', '-')}", type=int, help=text)
+        model.add_argument(_flag(name), type=int, metavar="N", help=text)
     model.add_argument(
         "--weights", type=size, metavar="SIZE", help="bytes of the weights: 15GiB"
     )
@@ -125,8 +149,12 @@ def add_plan(commands):
         "--params", type=count, metavar="N", help="parameters of 2 bytes each: 8.03B"
     )
     load = p.add_argument_group("the load")
-    load.add_argument("--tokens", type=int, default=8192, help="T (default: 8192)")
-    load.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
+    load.add_argument(
+        "--tokens", type=int, default=8192, metavar="T", help="tokens (default: 8192)"
+    )
+    load.add_argument(
+        "--batch", type=int, default=1, metavar="B", help="sequences (default: 1)"
+    )
     load.add_argument(
         "--policies",
         type=names,
@@ -147,29 +175,28 @@ def add_plan(commands):
         type=int,
         default=1,
         metavar="N",
-        help="ranks that share heads and weights; numbers are those of one rank",
+        help="ranks that split heads and weights evenly; the numbers are one rank's",
     )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=plan)
 
 
 def plan(options):
-    """Print the plan: a table, or JSON with the shape, the rows and the notes."""
-    shape, weights = _shape(options), _weights(options)
-    if weights is None and shape.weight_params:
-        weights = 2 * shape.weight_params
-    if weights is not None:
-        weights = math.ceil(weights / options.tensor_parallel)
+    """Print the plan: a table with its units, or JSON."""
+    shape, device = _shape(options), _device(options)
     rank = shape.shard(options.tensor_parallel)
-    device = _device(options)
+    weights = _weights(options, shape)
     rows = _plan_rows(rank, device, weights, options)
-    notes = _plan_notes(shape, options)
+    advice = _plan_advice(shape, options)
     if options.json:
-        print_json({"shape": asdict(shape), "rows": rows, "notes": notes})
+        facts = {k: getattr(options, k) for k in ("tokens", "batch", "tensor_parallel")}
+        usable = device and device.usable
+        facts |= {"usable_bytes": usable, "weight_bytes": weights}
+        print_json({"shape": asdict(rank), **facts, "rows": rows, "advice": advice})
         return
     print(_plan_heading(rank, device, weights, options))
     print(*table([_plan_titles(device), *map(_plan_cells, rows)]), sep="\n")
-    print(*notes, sep="\n")
+    print(*(textwrap.fill(text, 88) for text in [*PLAN_NOTES, *advice]), sep="\n")
 
 
 def _shape(options):
@@ -185,8 +212,7 @@ def _shape(options):
             )
         return ModelShape(**given)
     if given:
-        flag = next(iter(given)).replace("_", "-")
-        raise UsageError(f"--{flag} and --config exclude each other")
+        raise UsageError(f"{_flag(next(iter(given)))} and --config exclude each other")
     return ModelShape.from_config(_config_path(options.config))
 
 
@@ -207,11 +233,15 @@ def _config_path(name):
     return name
 
 
-def _weights(options):
-    """Bytes of the weights, if the options say."""
+def _weights(options, shape):
+    """Bytes of the weights on each rank, or None where nothing says."""
     if options.weights is not None and options.params is not None:
         raise UsageError("--weights and --params exclude each other")
-    return options.weights if options.params is None else 2 * options.params
+    weights = options.weights
+    if weights is None:
+        params = shape.weight_params if options.params is None else options.params
+        weights = params if params is None else 2 * params
+    return weights if weights is None else math.ceil(weights / options.tensor_parallel)
 
 
 def _device(options):
@@ -222,6 +252,456 @@ def _device(options):
         return None
     if options.device is not None:
         found = device(options.device)
-        return found if options.memory is None else replace(found, usable=options.memory)
+        return (
+            found if options.memory is None else replace(found, usable=options.memory)
+        )
     size, inf = options.memory, math.inf  # nothing but its memory is known
     return Device("memory", size, size, inf, None, 1, inf, inf, 0, "--memory")
+
+
+def _plan_rows(shape, device, weights, options):
+    from kvq.memory import bits_per_element, bytes_per_token, cache_bytes
+    from kvq.roofline import max_speedup
+    from kvq.roofline import plan as plan_rows
+
+    T, B = options.tokens, options.batch
+    if device is None:
+        return [
+            {
+                "policy": name,
+                "bits_per_element": bits_per_element(name, shape),
+                "bytes_per_token": bytes_per_token(name, shape),
+                "cache_bytes": cache_bytes(name, shape, tokens=T, batch=B),
+                "max_speedup": max_speedup(name, shape),
+            }
+            for name in options.policies
+        ]
+    if weights is None:
+        raise UsageError(
+            "how large are the weights? give --weights or --params (0 plans for the "
+            "cache alone)"
+        )
+    rows = plan_rows(shape, device, options.policies, T, B, weights, options.reserve)
+    if device.bandwidth == math.inf:  # times would be times of no device
+        for row in rows:
+            del row["attention_seconds"], row["limit"], row["step_seconds"]
+    return rows
+
+
+def _plan_heading(shape, device, weights, options):
+    from kvq.memory import format_bytes
+
+    rank = f", one of {options.tensor_parallel} ranks" * (options.tensor_parallel > 1)
+    heads = "a latent" if shape.latent else f"{shape.kv_heads} KV heads"
+    text = (
+        f"{shape.layers} layers, {heads} of {shape.head_dim}{rank}; "
+        f"{options.tokens:,} tokens in each of {options.batch:,} sequences"
+    )
+    if shape.sliding_layers:
+        text += (
+            f"; {shape.sliding_layers} layers keep the newest {shape.sliding_window:,}"
+        )
+    if device is None:
+        return text
+    name = "" if device.name == "memory" else f"{device.name}: "
+    reserve = f", reserve {format_bytes(options.reserve)}" * (options.reserve > 0)
+    return (
+        f"{text}\n{name}{format_bytes(device.usable)} usable, "
+        f"weights {format_bytes(weights)}{reserve}"
+    )
+
+
+def _plan_titles(device):
+    sizes = ["policy", "bits/number", "KiB/token", "cache"]
+    fits = [] if device is None else ["total", "fits", "max tokens", "max users"]
+    return [*sizes, *fits, "speed-up <="]
+
+
+def _plan_cells(row):
+    from kvq.memory import format_bytes
+
+    cells = [
+        row["policy"],
+        f"{row['bits_per_element']:.3f}",
+        f"{row['bytes_per_token'] / 1024:.2f}",
+        format_bytes(row["cache_bytes"]),
+    ]
+    if "fits" in row:
+        longest = row["max_tokens"]
+        cells += [
+            format_bytes(row["total_bytes"]),
+            "yes" if row["fits"] else "no",
+            "any" if longest is None else f"{longest:,}",
+            f"{row['max_users']:,}",
+        ]
+    return [*cells, f"{row['max_speedup']:.2f}x"]
+
+
+def _plan_advice(shape, options):
+    """What the numbers do not show: a list of sentences."""
+    advice = []
+    if shape.max_positions and options.tokens > shape.max_positions:
+        advice.append(f"note: the model was made for {shape.max_positions:,} tokens.")
+    risky = [name for name in options.policies if _coarse_keys(name)]
+    return advice + ([_key_advice(risky)] if risky else [])
+
+
+def _coarse_keys(name):
+    """Are keys stored per token, unrotated, in 4 bits or fewer?"""
+    from kvq.scheme import policy
+
+    key = policy(name).key
+    return key.per == "token" and key.transform is None and key.bits <= 4
+
+
+def _key_advice(risky):
+    """Why not, measured on the bundled sample."""
+    from kvq.metrics import nmse
+    from kvq.samples import real_kv
+    from kvq.scheme import Scheme
+    from kvq.tensor import quantize
+
+    sample = real_kv()
+    token, channel = (
+        nmse(
+            sample.k, quantize(sample.k, Scheme(4, per, 32, "asymmetric")).dequantize()
+        )
+        for per in ("token", "channel")
+    )
+    return (
+        f"note: {', '.join(risky)}: some channels of real keys are large at every "
+        "token, and a scale per token lets all others pay for them. On "
+        f"{sample.name}, 4 bits, G=32, it leaves {token / channel:.1f} times the "
+        "squared error of a scale per channel. Prefer kivi-4, kivi-2 or "
+        "int4-channel-g32."
+    )
+
+
+# --- kvq study ------------------------------------------------------------------------
+# How a study's table is shown: (row keys, column key, cell).
+VIEWS = {
+    "group-size": (("tensor", "per", "bits"), "group", "nmse"),
+    "bits": (("tensor", "levels"), "bits", "sqnr_db"),
+    "axis": (("tensor", "bits"), "per", "nmse"),
+    "key-vs-value": (("tensor", "per"), "bits", "output_error"),
+    "residual": (("bits", "sinks"), "residual", "output_error"),
+    "rotation": (("per", "transform", "smooth"), "bits", "output_error"),
+    "codebook": (("per", "codebook"), "tensor", "sqnr_db"),
+}
+SWEEPS = {
+    "bits": (integers, "2,4", "bits per code"),
+    "per": (names, "token,channel", "which numbers share a scale"),
+    "group": (int, "G", "group size, where it is fixed"),
+    "groups": (integers, "8,32", "group sizes to sweep"),
+    "levels": (names, "NAME", "symmetric or asymmetric"),
+    "windows": (integers, "0,128", "residual windows to sweep"),
+    "sinks": (integers, "0,4", "first tokens kept in full precision"),
+    "rope_base": (positive, "BASE", "RoPE base of the keys, to undo it"),
+}
+
+
+def add_study(commands):
+    p = commands.add_parser("study", help="one sweep as a table and a picture")
+    p.add_argument("name", nargs="?", metavar="NAME", help=f"{', '.join(VIEWS)}")
+    p.add_argument(
+        "--data",
+        default="real",
+        metavar="real|synthetic|FILE",
+        help="the bundled sample (default), or a .npz or .safetensors file with k, v "
+        "(H, T, D) and q, or k_3, v_3, q_3 with --layer 3",
+    )
+    p.add_argument("--layer", type=int, metavar="N", help="layer of the data")
+    p.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes; -1: one per core"
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("kvq-study"),
+        metavar="FOLDER",
+        help="where NAME.csv, .png and .svg go (default: kvq-study)",
+    )
+    for name, (kind, metavar, text) in SWEEPS.items():
+        p.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--json", action="store_true", help="print the rows as JSON")
+    p.set_defaults(run=study)
+
+
+def study(options):
+    """Run a sweep, write its table and its picture, print what was found.
+
+    Without a name, list the studies.
+    """
+    from kvq.study import STUDIES
+
+    name = options.name
+    if name is None:
+        rows = ([n, _question(f)] for n, f in STUDIES.items())
+        print(*table(rows, left=(0, 1)), sep="\n")
+        return
+    if name not in STUDIES:
+        raise ValueError(f"unknown study {name!r}; valid: {', '.join(STUDIES)}")
+    import matplotlib  # fails here, not after the work
+
+    matplotlib.use("Agg")  # no window, whatever the caller's settings
+    settings = _study_settings(STUDIES[name], options)
+    _check_folder(options.out)
+    sample = load_sample(options)
+    rows = STUDIES[name](
+        sample, jobs=options.jobs, progress=not options.quiet, **settings
+    )
+    _write_study(options, settings, sample, rows)
+    if options.json:
+        print_json(rows)
+    else:
+        keys, _, cell = VIEWS[name]
+        print(f"{_question(STUDIES[name])} {sample.name}: {cell}")
+        print(*table(pivot(rows, *VIEWS[name]), range(len(keys))), sep="\n")
+
+
+def _question(study):
+    return study.__doc__.splitlines()[0]
+
+
+def _study_settings(function, options):
+    """The sweep's arguments that were given, checked against what it takes."""
+    import inspect
+
+    takes = {
+        p.name: p.default
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
+    given = {k: v for k, v in vars(options).items() if k in SWEEPS and v is not None}
+    for name, value in given.items():
+        if name not in takes:
+            valid = ", ".join(map(_flag, takes))
+            raise UsageError(f"{options.name} has no {_flag(name)}; valid: {valid}")
+        if isinstance(takes[name], str):  # one word, where others take several
+            if len(value) != 1:
+                raise UsageError(f"{options.name} takes one value for {_flag(name)}")
+            given[name] = value[0]
+    if options.name == "axis" and options.data == "real":
+        from kvq.samples import ROPE_BASE
+
+        given.setdefault("rope_base", ROPE_BASE)
+    return given
+
+
+def load_sample(options):
+    """The Sample that --data and --layer name. Raises ValueError."""
+    from kvq.samples import load_kv, real_kv, synthetic_kv
+
+    layer = {} if options.layer is None else {"layer": options.layer}
+    if options.data == "real":
+        return real_kv(**layer)
+    if options.data == "synthetic":
+        if layer:
+            raise UsageError("synthetic data has no layers; valid: no --layer")
+        return synthetic_kv()
+    try:
+        return load_kv(options.data, **layer)
+    except TypeError as error:  # integers, where numbers were expected
+        raise ValueError(error) from None
+
+
+def _check_folder(folder):
+    """Fail before the work if files cannot be written to `folder` after it."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ValueError(f"cannot write to {folder}: {existing} is not a folder for it")
+
+
+def _write_study(options, settings, sample, rows):
+    """NAME.csv, NAME.svg and NAME.png: all of them, or none."""
+    import tempfile
+
+    from kvq import plots
+    from kvq.study import STUDIES, provenance, write_table
+
+    name, out = options.name, options.out
+    header = {"data": sample.name, **provenance(_command(options, settings))}
+    figure = plots.figure(name, rows, _question(STUDIES[name]), sample.name)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".") as temporary:
+        temporary = Path(temporary)
+        write_table(temporary / f"{name}.csv", rows, header)
+        plots.save(figure, temporary / name)
+        for path in sorted(temporary.iterdir()):
+            os.replace(path, out / path.name)
+            note(f"wrote {out / path.name}")
+
+
+def _command(options, settings):
+    """The command that gives these rows again; a file by its name alone."""
+    words = ["kvq study", options.name, "--data", Path(options.data).name]
+    for name, value in {"layer": options.layer, **settings}.items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words += [_flag(name), str(text)]
+    return " ".join(words)
+
+
+def pivot(rows, keys, column, cell):
+    """Rows of text: a line for each combination of `keys`, a column for each value
+    of `column`, and `cell` where they meet."""
+    columns = sorted({row[column] for row in rows})
+    lines = {}
+    for row in rows:
+        line = lines.setdefault(tuple(str(row[k]) for k in keys), {})
+        line[row[column]] = f"{row[cell]:.3g}"
+    yield [*keys, *(f"{column}={c}" for c in columns)]
+    for key, line in lines.items():
+        yield [*key, *(line.get(c, "") for c in columns)]
+
+
+# --- kvq presets ----------------------------------------------------------------------
+def add_presets(commands):
+    p = commands.add_parser("presets", help="the named policies")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=presets)
+
+
+def presets(options):
+    """Print every preset: keys, values, window, and bits per number."""
+    from kvq.memory import ModelShape, cache_bytes
+    from kvq.scheme import PRESETS
+
+    T, D = 8192, 128
+    shape = ModelShape(layers=1, kv_heads=1, head_dim=D)
+    bits = {
+        name: 8 * cache_bytes(name, shape, tokens=T) / shape.numbers(T)
+        for name in PRESETS
+    }
+    if options.json:
+        print_json(
+            [asdict(p) | {"bits_per_element": bits[n]} for n, p in PRESETS.items()]
+        )
+        return
+    rows = [
+        [name, f"{bits[name]:.3f}", str(p.residual), describe(p.key), _values(p)]
+        for name, p in PRESETS.items()
+    ]
+    titles = ["policy", "bits/number", "window", "keys", "values"]
+    print(*table([titles, *rows], left=(0, 3, 4)), sep="\n")
+    print(f"bits/number: T={T:,}, D={D}, with scales, zeros and window (in float16)")
+
+
+def _values(policy):
+    return "the same" if policy.value == policy.key else describe(policy.value)
+
+
+def describe(scheme):
+    """A scheme in a few words."""
+    if scheme.full_precision:
+        return scheme.levels
+    group = f"G={scheme.group}" if scheme.group else "one group"
+    words = [f"{scheme.bits} bits per {scheme.per}", group, scheme.levels]
+    if scheme.scale_dtype != "float16":
+        words.append(scheme.scale_dtype)
+    return ", ".join(words + ([scheme.transform] if scheme.transform else []))
+
+
+# --- kvq lessons ----------------------------------------------------------------------
+def add_lessons(commands):
+    p = commands.add_parser("lessons", help="the lessons and where they are")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=lessons)
+
+
+def lessons(options):
+    """List the lessons of the checkout that this package belongs to."""
+    import kvq
+
+    folder = Path(kvq.__file__).resolve().parents[1] / "lessons"
+    found = [
+        {
+            "name": source.stem,
+            "title": _title(source),
+            "notebook": str(folder / f"{source.stem}.ipynb"),
+            "page": str(page) if page.exists() else None,
+        }
+        for source in sorted((folder / "src").glob("[0-9][0-9]_*.py"))
+        for page in [folder / "html" / f"{source.stem}.html"]
+    ]
+    if not found:
+        raise ValueError("no lessons here: they are in a checkout, not in the package")
+    if options.json:
+        print_json(found)
+        return
+    rows = [[x["name"], "yes" if x["page"] else "no", x["title"]] for x in found]
+    titles = ["notebook", "page built", "title"]
+    print(*table([titles, *rows], left=(0, 1, 2)), sep="\n")
+    print(f"notebooks: {folder}/NAME.ipynb; solutions: {folder}/solutions/NAME.ipynb")
+    print(f"pages: {folder}/html/index.html, written by `make lessons`")
+
+
+def _title(source):
+    for line in source.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# # "):
+            return line[4:]
+    return source.stem
+
+
+# --- kvq doctor -----------------------------------------------------------------------
+def add_doctor(commands):
+    p = commands.add_parser("doctor", help="what this machine has and can run")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=doctor)
+
+
+def doctor(options):
+    """Print versions, processor, GPU (or why none) and which backends can run."""
+    from kvq.doctor import examine, lines
+
+    report = examine()
+    if options.json:
+        print_json(report)
+    else:
+        print(*lines(report), sep="\n")
+
+
+# --- the command ----------------------------------------------------------------------
+def parser():
+    """The command line's grammar."""
+    from kvq import __version__
+
+    p = Parser(prog="kvq", description="KV-cache quantization: plan, study, learn.")
+    p.add_argument("--version", action="version", version=f"kvq {__version__}")
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (add_plan, add_study, add_presets, add_lessons, add_doctor):
+        add(commands)
+    return p
+
+
+def main(argv=None):
+    """Run the command line `argv` (default: sys.argv). Returns the exit code."""
+    try:
+        options = parser().parse_args(argv)
+        options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = EXTRAS.get(package)
+        remedy = f"kvq-reference{extra}" if extra else package
+        return _fail(f"{error}: pip install '{remedy}'" if package else error)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+    except ValueError as error:
+        return _fail(error)
+    return 0
+
+
+def _fail(error):
+    """One line on stderr. Returns 2."""
+    note("kvq: error: " + " ".join(str(error).split()))
+    return 2

@@ -31,7 +31,7 @@ def examine():
     return {
         "versions": versions | {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "cpu": provenance("kvq doctor")["cpu"],
+        "cpu": provenance("kvq doctor").get("cpu", platform.machine()),
         "cores": _cores(),
         "gpu": {"available": available, "what": what},
         "backends": backends,

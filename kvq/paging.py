@@ -10,9 +10,12 @@ window goes to blocks of the pool. A table lays its tokens out as `KVCache` does
 attention over the contiguous cache bit for bit.
 
 A block that more than one holder refers to is never written: a writer copies it first.
+The index is such a holder, so what it knows never changes.
 """
 
+import copy
 import hashlib
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +23,7 @@ import numpy as np
 from kvq.attention import decode
 from kvq.cache import Stream
 from kvq.dtypes import as_float_array, numpy_dtype
-from kvq.scheme import policy
+from kvq.scheme import FLOATS, policy
 from kvq.tensor import QuantizedTensor, quantize
 
 
@@ -30,17 +33,34 @@ class PoolFull(MemoryError):
 
 @dataclass(frozen=True)
 class Layout:
-    """What one block holds: `block` tokens of every layer and KV head."""
+    """What one block holds: `block` tokens of every layer and KV head.
+
+    window_dtype : of the numbers that blocks are made from, and of sinks and windows.
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     value_dim: int
     block: int
+    window_dtype: str
+
+    def __post_init__(self):
+        for name, n in vars(self).items():
+            if name != "window_dtype" and (type(n) is not int or n < 1):
+                raise ValueError(f"{name}={n!r}; valid: an integer >= 1")
+        if self.window_dtype not in FLOATS:
+            raise ValueError(
+                f"window_dtype={self.window_dtype!r}; valid: {', '.join(FLOATS)}"
+            )
 
     def width(self, side):
         """D of the keys (side 0) or of the values (side 1)."""
         return (self.head_dim, self.value_dim)[side]
+
+    def rows(self, side, tokens):
+        """Shape of the full-precision keys or values of so many tokens."""
+        return self.layers, self.kv_heads, tokens, self.width(side)
 
 
 # --- blocks ---------------------------------------------------------------------------
@@ -48,6 +68,8 @@ class BlockPool:
     """`blocks` blocks of `block` tokens, stored by `policy_or_name`.
 
     layers, kv_heads, head_dim, value_dim : the shape of the model's cache.
+    window_dtype : the dtype in which keys and values come and are kept until they
+        are quantized. (float64 counts as float32.)
     allocate : makes the arrays, as `np.zeros(shape, dtype)` does; any strides will do.
 
     Raises ValueError for a latent policy, or a block that is not whole quantization
@@ -64,10 +86,12 @@ class BlockPool:
         kv_heads,
         head_dim,
         value_dim=None,
+        window_dtype="float16",
         allocate=np.zeros,
     ):
         self.policy = policy(policy_or_name)
-        self.layout = Layout(layers, kv_heads, head_dim, value_dim or head_dim, block)
+        value_dim = head_dim if value_dim is None else value_dim
+        self.layout = Layout(layers, kv_heads, head_dim, value_dim, block, window_dtype)
         self._check(blocks)
         self.arrays = [
             self._side_arrays(blocks, side, scheme, allocate)
@@ -80,9 +104,8 @@ class BlockPool:
     def _check(self, blocks):
         if self.policy.value is None:
             raise ValueError("a latent policy (value=None) cannot be paged")
-        for name, n in (("blocks", blocks), *vars(self.layout).items()):
-            if type(n) is not int or n < 1:
-                raise ValueError(f"{name}={n!r}; valid: an integer >= 1")
+        if type(blocks) is not int or blocks < 1:
+            raise ValueError(f"blocks={blocks!r}; valid: an integer >= 1")
         if self.layout.block % self.policy.block:
             raise ValueError(
                 f"block={self.layout.block} tokens; valid: multiples of "
@@ -117,12 +140,15 @@ class BlockPool:
             a[0].size * a.itemsize for side in self.arrays for a in side.values()
         )
 
-    def used(self, tenant=None):
-        """Blocks in use, of one tenant or of all."""
-        return sum(
-            r > 0 and tenant in (None, owner)
-            for r, owner in zip(self.refs, self.owner, strict=True)
-        )
+    @property
+    def used(self):
+        """Blocks in use."""
+        return len(self.refs) - len(self.free)
+
+    def used_by(self, tenant):
+        """Blocks in use for one tenant's tokens; shared ones count once."""
+        pairs = zip(self.refs, self.owner, strict=True)
+        return sum(refs > 0 and owner == tenant for refs, owner in pairs)
 
     # --- references ---
     def allocate(self, tenant):
@@ -152,6 +178,11 @@ class BlockPool:
         if not 0 <= i < len(self.refs) or self.refs[i] < 1:
             raise ValueError(f"block {i!r} is not in use")
 
+    def _check_writable(self, i):
+        self._check_live(i)
+        if self.refs[i] > 1:
+            raise ValueError(f"block {i} is shared; copy it before writing")
+
     # --- contents ---
     def write(self, i, start, tensors, first, count):
         """Tokens first..first+count-1 of `tensors` become tokens start.. of block i.
@@ -159,9 +190,7 @@ class BlockPool:
         tensors : keys and values, QuantizedTensors (layers, H, T, D). The tokens are
             whole groups on both sides.
         """
-        self._check_live(i)
-        if self.refs[i] != 1:
-            raise ValueError(f"block {i} is shared; copy it before writing")
+        self._check_writable(i)
         for arrays, tensor in zip(self.arrays, tensors, strict=True):
             for name, array in arrays.items():
                 size = 1 if name == "codes" else _tokens_per_group(tensor.scheme)
@@ -171,6 +200,9 @@ class BlockPool:
 
     def view(self, i, side, layer, tokens):
         """The first `tokens` tokens of block i, without a copy: (H, tokens, D)."""
+        self._check_live(i)
+        if not 0 <= tokens <= self.layout.block:
+            raise ValueError(f"tokens={tokens!r}; valid: 0..{self.layout.block}")
         scheme = self.policy.schemes[side]
         parts = {}
         for name, array in self.arrays[side].items():
@@ -181,6 +213,8 @@ class BlockPool:
 
     def copy(self, source, target):
         """Everything in block `source` into block `target`."""
+        self._check_live(source)
+        self._check_writable(target)
         for side in self.arrays:
             for array in side.values():
                 array[target] = array[source]
@@ -192,11 +226,15 @@ class BlockPool:
 
     def restore(self, i, saved):
         """What `save` returned, into block i."""
-        if self.refs[i] != 1:
-            raise ValueError(f"block {i} is not held by one owner alone")
+        self._check_writable(i)
         for side, parts in zip(self.arrays, saved, strict=True):
             for name, array in side.items():
                 array[i] = parts[name]
+
+    def same(self, i, j):
+        """Whether two blocks hold the same bytes."""
+        arrays = [a for side in self.arrays for a in side.values()]
+        return i == j or all(a[i].tobytes() == a[j].tobytes() for a in arrays)
 
 
 def _tokens_per_group(scheme):
@@ -204,17 +242,18 @@ def _tokens_per_group(scheme):
 
 
 # --- prefixes -------------------------------------------------------------------------
+_KINDS = {type(None): b"n", bool: b"b", int: b"i", str: b"s", bytes: b"y"}
+
+
 def encode_key(*parts):
-    """Bytes that differ for any two different tuples of None, int, str and bytes.
+    """Bytes that differ for any two different tuples of None, bool, int, str and bytes.
 
     Each part is its type, its length and its content, so that neither ("ab", "c") and
     ("a", "bc") nor 1 and "1" and True meet. Raises TypeError for other types.
     """
     out = []
     for part in parts:
-        kind = {type(None): b"n", bool: b"b", int: b"i", str: b"s", bytes: b"y"}.get(
-            type(part)
-        )
+        kind = _KINDS.get(type(part))
         if kind is None:
             raise TypeError(
                 f"{part!r} cannot be part of a key; valid: None, bool, int, str, bytes"
@@ -231,18 +270,17 @@ def digest(data):
 
 @dataclass(eq=False)
 class Entry:
-    """A block that can be found again. `tokens` are the ids it holds.
+    """A block that can be found again, by its content and what came before it.
 
-    parent is the entry before it; the first one of a sequence has a root, an entry
-    without a block, which keeps the sinks.
+    content : encoded tokens, tenant and formats. parent : the entry of the block before
+    it; None for the first of a sequence, which keeps the sinks (keys and values) too.
     """
 
     key: bytes
     parent: "Entry | None"
-    identity: tuple
-    tokens: tuple
-    block: int | None
-    sinks: list | None = None
+    content: bytes
+    block: int
+    sinks: list | None
     children: int = 0
     used: int = 0
 
@@ -251,79 +289,88 @@ class PrefixIndex:
     """Finds the blocks of a prefix that some sequence of the same tenant has stored.
 
     A key covers the parent's key, the tokens, the tenant, the model, the policy and
-    the block layout; what is found is compared field by field as well, so that not
-    even equal digests share. The index holds a reference to each of its blocks and
-    gives up the least recently used leaf that nobody else holds.
+    the block layout; what is found is compared as well, so that not even equal digests
+    share. The index holds a reference to each of its blocks, and gives up the least
+    recently used leaf that nobody else holds when a sequence needs room.
 
-    model : a name for the weights (and whatever else decides a key or a value).
+    model : a name for the weights, and for whatever else decides a key or a value.
     """
 
     def __init__(self, pool, model=""):
-        self.pool = pool
-        self.model = model
+        self.pool, self.model = pool, model
         self.entries = {}  # key -> entries with that key: one, unless digests collide
         self._clock = 0
 
-    def identity(self, tenant, adapter=None):
-        """What must be equal for two sequences to share, besides their tokens."""
-        return (
-            ("tenant", tenant),
-            ("adapter", adapter),
-            ("model", self.model),
-            ("policy", repr((self.pool.policy.schemes, self.pool.policy.sinks))),
-            ("layout", repr(self.pool.layout)),
-        )
+    def __iter__(self):
+        """Every entry."""
+        return (entry for same in self.entries.values() for entry in same)
 
-    def find(self, parent, identity, tokens):
-        """The entry with this parent, identity and tokens, or None."""
-        for entry in self.entries.get(self._key(parent, identity, tokens), ()):
-            same = (entry.parent, entry.identity, entry.tokens)
-            if same[0] is parent and same[1:] == (identity, tokens):
-                self._clock += 1
-                entry.used = self._clock
+    @property
+    def nbytes(self):
+        """Bytes of the sinks that the index keeps; its blocks are the pool's."""
+        return sum(s.nbytes for entry in self for s in entry.sinks or ())
+
+    def content(self, tokens, tenant, adapter=None):
+        """What two blocks must have in common, besides what came before them."""
+        stored_by = self.pool.policy
+        formats = (stored_by.schemes, stored_by.residual, stored_by.sinks)
+        model = (self.model, repr(formats), repr(self.pool.layout))
+        return encode_key(tenant, adapter, *model, *tokens)
+
+    def key(self, parent, content):
+        """The digest of everything up to here."""
+        return digest(encode_key(None if parent is None else parent.key, content))
+
+    def find(self, parent, content):
+        """The entry with this parent and content, or None."""
+        for entry in self.entries.get(self.key(parent, content), ()):
+            if entry.parent is parent and entry.content == content:
+                self._touch(entry)
                 return entry
         return None
 
-    def _key(self, parent, identity, tokens):
-        fields = [x for field in identity for x in field]
-        above = None if parent is None else parent.key
-        return digest(encode_key(above, len(fields), *fields, *tokens))
-
-    def add(self, parent, identity, tokens, block, sinks=None):
-        """Remember a block (or, with block=None, a root); it gains a reference."""
-        found = self.find(parent, identity, tokens)
-        if found is not None:
-            return found
-        key = self._key(parent, identity, tokens)
-        entry = Entry(key, parent, identity, tokens, block, sinks)
-        if block is not None:
-            self.pool.share(block, dict(identity)["tenant"])
-        if parent is not None:
-            parent.children += 1
+    def _touch(self, entry):
         self._clock += 1
         entry.used = self._clock
-        self.entries.setdefault(key, []).append(entry)
+
+    def add(self, parent, content, block, sinks=None):
+        """The entry with this parent and content; a new one refers to `block`."""
+        entry = self.find(parent, content)
+        if entry is None:
+            entry = Entry(self.key(parent, content), parent, content, block, sinks)
+            self.pool.share(block, self.pool.owner[block])
+            if parent is not None:
+                parent.children += 1
+            self._touch(entry)
+            self.entries.setdefault(entry.key, []).append(entry)
         return entry
 
     def lookup(self, tokens, tenant, adapter=None):
-        """(root, blocks): the entries that hold a prefix of these tokens.
+        """The entries of the longest stored prefix of these tokens, a list.
 
         As many as a new sequence of these tokens would have quantized by itself, and
         never all tokens: the last one must be computed for its logits.
         """
         sinks, quantized, _ = self.pool.policy.split(len(tokens))
-        usable = min(quantized, len(tokens) - 1 - sinks)
-        identity = self.identity(tenant, adapter)
-        root = self.find(None, identity, tuple(tokens[:sinks]))
-        blocks, parent, size = [], root, self.pool.layout.block
-        for start in range(sinks, sinks + usable // size * size, size):
-            parent = parent and self.find(
-                parent, identity, tuple(tokens[start : start + size])
-            )
-            if parent is None:
+        last = min(sinks + quantized, len(tokens) - 1)
+        size, start, entry, found = self.pool.layout.block, 0, None, []
+        for stop in range(sinks + size, last + 1, size):
+            content = self.content(tokens[start:stop], tenant, adapter)
+            entry = self.find(entry, content)
+            if entry is None:
                 break
-            blocks.append(parent)
-        return root, blocks
+            found.append(entry)
+            start = stop
+        return found
+
+    # --- eviction ---
+    @property
+    def evictable(self):
+        """How many blocks only the index holds.
+
+        Who holds a block holds those before it, so all of these can be given up.
+        """
+        return sum(self.pool.refs[entry.block] == 1 for entry in self)
 
     def evict(self):
         """Give up the least recently used leaf that only the index holds.
@@ -331,28 +378,21 @@ class PrefixIndex:
         Returns whether there was one.
         """
         leaves = [
-            e
-            for same in self.entries.values()
-            for e in same
-            if e.children == 0 and (e.block is None or self.pool.refs[e.block] == 1)
+            entry
+            for entry in self
+            if entry.children == 0 and self.pool.refs[entry.block] == 1
         ]
-        blocks = [e for e in leaves if e.block is not None]
-        if not blocks:
-            return False
-        self._remove(min(blocks, key=lambda e: e.used))
-        return True
+        if leaves:
+            self._remove(min(leaves, key=lambda entry: entry.used))
+        return bool(leaves)
 
-    def _remove(self, entry):
-        """Forget an entry, and its root with its last block."""
-        self.entries[entry.key].remove(entry)
-        if not self.entries[entry.key]:
-            del self.entries[entry.key]
-        if entry.block is not None:
-            self.pool.release(entry.block)
-        if entry.parent is not None:
-            entry.parent.children -= 1
-            if entry.parent.block is None and entry.parent.children == 0:
-                self._remove(entry.parent)
+    def _remove(self, leaf):
+        self.entries[leaf.key].remove(leaf)
+        if not self.entries[leaf.key]:
+            del self.entries[leaf.key]
+        if leaf.parent is not None:
+            leaf.parent.children -= 1
+        self.pool.release(leaf.block)
 
 
 # --- sequences ------------------------------------------------------------------------
@@ -360,17 +400,28 @@ class BlockTable:
     """One sequence of one tenant: sinks, block ids, residual window.
 
     Made by `open_sequence`. tokens : the ids of every token so far. blocks : ids in
-    the pool, in order; `quantized` tokens are in them.
+    the pool, in order; `quantized` tokens are in them. sinks, window : keys and
+    values, (layers, H, n, D) each; replaced, never changed in place.
+
+    tenant, adapter : str or None. Raises TypeError otherwise.
     """
 
-    def __init__(self, pool, index, tenant, adapter=None):
-        self.pool, self.index = pool, index
+    def __init__(self, index, tenant, adapter=None):
+        for name, value in (("tenant", tenant), ("adapter", adapter)):
+            if value is not None and type(value) is not str:
+                raise TypeError(f"{name}={value!r}; valid: a str or None")
+        self.pool, self.index = index.pool, index
         self.tenant, self.adapter = tenant, adapter
         self.tokens, self.blocks, self.quantized = [], [], 0
-        self.sinks = self.window = None  # per side: (layers, H, n, D)
-        self.entry = None  # the last of our blocks that the index knows
-        self.indexed = 0  # how many of our blocks those are
-        self.exact = True  # False once dequantized tokens went back to the window
+        layout = self.pool.layout
+        dtype = numpy_dtype(layout.window_dtype)
+        self.sinks = [np.empty(layout.rows(side, 0), dtype) for side in (0, 1)]
+        self.window = self.sinks
+        self.entry = None  # of the last of our blocks that the index has
+        self.indexed = 0  # how many of our blocks those are, from the first one
+        self.exact = (
+            True  # False once a fresh run of our tokens would store other bytes
+        )
         self.saved = None  # the blocks' contents while swapped out
 
     def __len__(self):
@@ -379,7 +430,7 @@ class BlockTable:
     @property
     def nbytes(self):
         """Bytes of the blocks, sinks and window that this table refers to."""
-        private = sum(x.nbytes for x in (*(self.sinks or ()), *(self.window or ())))
+        private = sum(x.nbytes for x in (*self.sinks, *self.window))
         return len(self.blocks) * self.pool.block_bytes + private
 
     # --- growing ---
@@ -389,19 +440,16 @@ class BlockTable:
         Raises TypeError or ValueError for wrong input and PoolFull; nothing changes.
         """
         self._check_here()
-        tokens, parts = self._check_input(tokens, k, v)
-        empty = [x[..., :0, :] for x in parts]
-        sinks, window = self.sinks or empty, self.window or empty
-        for x, w in zip(parts, window, strict=True):
-            if x.dtype != w.dtype:
-                raise TypeError(f"dtype {x.dtype}; this sequence holds {w.dtype}")
+        tokens = token_ids(tokens)
+        parts = self._check_tensors(len(tokens), k, v)
         window = [
-            np.concatenate([w, x], axis=-2) for w, x in zip(window, parts, strict=True)
+            np.concatenate(pair, axis=-2)
+            for pair in zip(self.window, parts, strict=True)
         ]
-        T = len(self.tokens) + len(tokens)
-        want_sinks, want_quantized, _ = self.pool.policy.split(T)
-        fill = want_sinks - sinks[0].shape[-2]
-        flush = max(want_quantized - self.quantized, 0)
+        sinks, quantized, _ = self.pool.policy.split(len(self) + len(tokens))
+        # A crop may have left fewer sinks, or more quantized tokens, than split says.
+        fill = sinks - self.sinks[0].shape[-2]
+        flush = max(quantized - self.quantized, 0)
         tensors = [
             quantize(w[..., fill : fill + flush, :], scheme)
             for w, scheme in zip(window, self.pool.policy.schemes, strict=True)
@@ -410,7 +458,7 @@ class BlockTable:
         self._write(tensors, flush)
         self.sinks = [
             np.concatenate([s, w[..., :fill, :]], axis=-2)
-            for s, w in zip(sinks, window, strict=True)
+            for s, w in zip(self.sinks, window, strict=True)
         ]
         self.window = [w[..., fill + flush :, :].copy() for w in window]
         self.tokens += tokens
@@ -420,24 +468,23 @@ class BlockTable:
         if self.saved is not None:
             raise ValueError("this sequence is swapped out; swap it in first")
 
-    def _check_input(self, tokens, k, v):
-        layout = self.pool.layout
-        parts = [as_float_array(k, "k"), as_float_array(v, "v")]
-        parts = [x.astype(np.float32) if x.dtype == np.float64 else x for x in parts]
-        tokens = [int(t) for t in tokens]
-        for side, x in enumerate(parts):
-            expected = (
-                layout.layers,
-                layout.kv_heads,
-                len(tokens),
-                layout.width(side),
-            )
-            if x.shape != expected:
+    def _check_tensors(self, t, k, v):
+        """Keys and values of t tokens in the window's dtype. Raises otherwise."""
+        parts, layout = [], self.pool.layout
+        for side, x in enumerate((k, v)):
+            name, shape = "kv"[side], layout.rows(side, t)
+            x = as_float_array(x, name)
+            x = x.astype(np.float32) if x.dtype == np.float64 else x
+            if x.shape != shape:
                 raise ValueError(
-                    f"{'kv'[side]} has shape {x.shape}; expected (layers, H_kv, t, D) "
-                    f"= {expected}"
+                    f"{name} has shape {x.shape}; expected (layers, H_kv, t, D) {shape}"
                 )
-        return tokens, parts
+            if x.dtype != self.window[side].dtype:
+                raise TypeError(
+                    f"{name} has dtype {x.dtype}; this pool takes {layout.window_dtype}"
+                )
+            parts.append(x)
+        return parts
 
     def _make_room(self, flush):
         """Own every block that the next `flush` tokens go to. All or nothing."""
@@ -454,17 +501,16 @@ class BlockTable:
         self.blocks += new
 
     def _allocate(self, count):
-        new = []
-        try:
-            while len(new) < count:
-                if not self.pool.free:
-                    self.index.evict()
-                new.append(self.pool.allocate(self.tenant))
-        except PoolFull:
-            for i in new:
-                self.pool.release(i)
-            raise
-        return new
+        """`count` new blocks, evicting what must go. Raises PoolFull before that."""
+        free = len(self.pool.free)
+        if count > free and count > free + self.index.evictable:
+            raise PoolFull(
+                f"{count} blocks needed; {free} are free and "
+                f"{self.index.evictable} can be evicted"
+            )
+        for _ in range(count - free):
+            self.index.evict()
+        return [self.pool.allocate(self.tenant) for _ in range(count)]
 
     def _write(self, tensors, flush):
         done, size = 0, self.pool.layout.block
@@ -476,27 +522,42 @@ class BlockTable:
             done += count
 
     def _remember(self):
-        """Tell the index of our full blocks that hold what a fresh run would store."""
-        if not self.exact:
-            return
+        """Give our full blocks to the index; where it has the same one, use that.
+
+        Ends for good where the index has other bytes for the same tokens: what follows
+        them there was computed from those.
+        """
         size, sinks = self.pool.layout.block, self.sinks[0].shape[-2]
-        identity = self.index.identity(self.tenant, self.adapter)
-        for n in range(self.indexed, self.quantized // size):
-            if self.entry is None:
-                root = tuple(self.tokens[:sinks])
-                kept = [s.copy() for s in self.sinks]
-                self.entry = self.index.add(None, identity, root, None, kept)
-            start = sinks + n * size
-            held = tuple(self.tokens[start : start + size])
-            self.entry = self.index.add(self.entry, identity, held, self.blocks[n])
-            self.indexed = n + 1
+        while self.exact and self.indexed < self.quantized // size:
+            n = self.indexed
+            start, stop = sinks + n * size if n else 0, sinks + (n + 1) * size
+            part = self.tokens[start:stop]
+            content = self.index.content(part, self.tenant, self.adapter)
+            kept = None if n else self.sinks
+            entry = self.index.add(self.entry, content, self.blocks[n], kept)
+            self.exact = self._holds(entry, n)
+            if self.exact:
+                self._adopt(entry, n)
+
+    def _holds(self, entry, n):
+        """Whether our block n (and our sinks) are the entry's, byte for byte."""
+        pairs = [] if n else zip(self.sinks, entry.sinks, strict=True)
+        same = all(a.tobytes() == b.tobytes() for a, b in pairs)
+        return same and self.pool.same(entry.block, self.blocks[n])
+
+    def _adopt(self, entry, n):
+        """Use the index's block n in place of our own, which holds the same bytes."""
+        if entry.block != self.blocks[n]:
+            self.pool.share(entry.block, self.tenant)
+            self.pool.release(self.blocks[n])
+            self.blocks[n] = entry.block
+        self.entry, self.indexed = entry, n + 1
 
     # --- sharing, shrinking, leaving ---
     def fork(self):
         """A second sequence with the same history; blocks are shared, not copied."""
         self._check_here()
-        child = BlockTable(self.pool, self.index, self.tenant, self.adapter)
-        child.__dict__.update(self.__dict__)
+        child = copy.copy(self)
         child.tokens, child.blocks = self.tokens.copy(), self.blocks.copy()
         for i in self.blocks:
             self.pool.share(i, self.tenant)
@@ -510,50 +571,41 @@ class BlockTable:
             raise ValueError(
                 f"cannot crop {len(self)} tokens to {tokens!r}; valid: 0..{len(self)}"
             )
-        if not self.tokens:
-            return
         sinks, step = self.sinks[0].shape[-2], self.pool.policy.block
         whole = min(max(tokens - sinks, 0), self.quantized) // step * step
         start = sinks + whole
-        self.exact &= not start < tokens or whole == self.quantized
+        self.exact &= start >= tokens or whole == self.quantized
         self.window = [
-            np.stack(
-                [
-                    self.stream(layer, side).read(start, max(tokens, start), w.dtype)
-                    for layer in range(self.pool.layout.layers)
-                ]
-            )
-            for side, w in enumerate(self.window)
+            np.stack([s.read(start, max(tokens, start), w.dtype) for s in streams])
+            for w, streams in zip(self.window, self._streams(), strict=True)
         ]
         self.sinks = [s[..., :tokens, :].copy() for s in self.sinks]
         self.tokens, self.quantized = self.tokens[:tokens], whole
-        keep = -(-whole // self.pool.layout.block)
+        self._drop_blocks(-(-whole // self.pool.layout.block))
+        while self.indexed > whole // self.pool.layout.block:
+            self.entry, self.indexed = self.entry.parent, self.indexed - 1
+
+    def _streams(self):
+        """Per side, the stream of every layer."""
+        layers = range(self.pool.layout.layers)
+        return [[self.stream(layer, side) for layer in layers] for side in (0, 1)]
+
+    def _drop_blocks(self, keep):
         for i in self.blocks[keep:]:
             self.pool.release(i)
-        del self.blocks[keep:]
-        self._forget(whole // self.pool.layout.block)
-
-    def _forget(self, full):
-        """Step back to the entry of our last block that is still full."""
-        while self.indexed > full:
-            self.entry = self.entry.parent
-            self.indexed -= 1
-        if self.indexed == 0:
-            self.entry = None
+        self.blocks = self.blocks[:keep]
 
     def close(self):
-        """Give up every block. What the index knows stays until it is evicted."""
-        for i in self.blocks:
-            self.pool.release(i)
-        self.__init__(self.pool, self.index, self.tenant, self.adapter)
+        """Give up every block. What the index has stays until it is evicted."""
+        self._drop_blocks(0)
+        self.__init__(self.index, self.tenant, self.adapter)
 
     def swap_out(self):
         """Move the blocks' contents out of the pool, with every scale and zero."""
         self._check_here()
         self.saved = [self.pool.save(i) for i in self.blocks]
-        for i in self.blocks:
-            self.pool.release(i)
-        self.blocks, self.entry, self.indexed = [], None, 0
+        self._drop_blocks(0)
+        self.entry, self.indexed = None, 0
 
     def swap_in(self):
         """Bring them back, into blocks of our own. Raises PoolFull; nothing changes."""
@@ -563,6 +615,7 @@ class BlockTable:
         for i, contents in zip(self.blocks, self.saved, strict=True):
             self.pool.restore(i, contents)
         self.saved = None
+        self._remember()
 
     # --- reading ---
     def stream(self, layer, side):
@@ -571,6 +624,10 @@ class BlockTable:
         Its chunks are views of the pool: nothing is copied.
         """
         self._check_here()
+        if layer not in range(self.pool.layout.layers):
+            raise ValueError(
+                f"layer={layer!r}; valid: 0..{self.pool.layout.layers - 1}"
+            )
         size = self.pool.layout.block
         chunks = tuple(
             self.pool.view(i, side, layer, min(size, self.quantized - n * size))
@@ -580,10 +637,13 @@ class BlockTable:
         return Stream(scheme, self.sinks[side][layer], chunks, self.window[side][layer])
 
     def tiles(self, layer, tile=256):
-        """(k, v) of consecutive tokens, float32, `tile` at a time."""
-        streams = [self.stream(layer, side) for side in (0, 1)]
-        for start in range(0, len(self), tile):
-            stop = min(start + tile, len(self))
+        """(k, v) of consecutive tokens, float32, `tile` at a time.
+
+        tile=None : everything at once.
+        """
+        streams, T = [self.stream(layer, side) for side in (0, 1)], len(self)
+        for start in range(0, T, tile or max(T, 1)):
+            stop = min(start + (tile or T), T)
             yield [s.read(start, stop, np.float32) for s in streams]
 
     def attend(self, layer, q, *, tile=256, **options):
@@ -592,30 +652,47 @@ class BlockTable:
         The options are those of `attention.decode`. The same tiles give the same bits
         as `KVCache.attend`.
         """
-        q = as_float_array(q, "q")
-        tiles = self.tiles(layer, tile) if self.tokens else ()
-        D_v = self.pool.layout.value_dim
-        return decode(q, tiles, len(self), D_v, **options).out
+        if tile is not None and (type(tile) is not int or tile < 1):
+            raise ValueError(f"tile={tile!r}; valid: an integer >= 1 or None")
+        q, D_v = as_float_array(q, "q"), self.pool.layout.value_dim
+        return decode(q, self.tiles(layer, tile), len(self), D_v, **options).out
 
 
-def open_sequence(pool, index, tokens, tenant, adapter=None):
+def token_ids(tokens):
+    """`tokens` as a list of int. Raises TypeError for anything but integers."""
+    return [int(operator.index(t)) for t in tokens]
+
+
+def open_sequence(index, tokens, tenant, adapter=None):
     """A new BlockTable that already holds the longest stored prefix of `tokens`.
 
+    tenant, adapter : str or None; blocks are shared within a tenant and adapter only.
     Returns (table, matched): append the tokens from `matched` on. What then is in the
     table is, bit for bit, what appending all of them would have stored.
     """
-    tokens = [int(t) for t in tokens]
-    root, entries = index.lookup(tokens, tenant, adapter)
-    table = BlockTable(pool, index, tenant, adapter)
-    if not entries:
-        return table, 0
-    for entry in entries:
-        pool.share(entry.block, tenant)
-    size, sinks = pool.layout.block, root.sinks[0].shape[-2]
-    table.blocks = [entry.block for entry in entries]
-    table.quantized = len(entries) * size
-    table.sinks = [s.copy() for s in root.sinks]
-    table.window = [s[..., :0, :] for s in table.sinks]
-    table.tokens = tokens[: sinks + table.quantized]
-    table.entry, table.indexed = entries[-1], len(entries)
+    table, tokens = BlockTable(index, tenant, adapter), token_ids(tokens)
+    found = index.lookup(tokens, tenant, adapter)
+    for entry in found:
+        index.pool.share(entry.block, tenant)
+        table.blocks.append(entry.block)
+        table.entry = entry
+    if found:
+        table.sinks, table.indexed = found[0].sinks, len(found)
+        table.quantized = len(found) * index.pool.layout.block
+        table.tokens = tokens[: table.sinks[0].shape[-2] + table.quantized]
     return table, len(table.tokens)
+
+
+def reorder(tables, order):
+    """The sequences that `order` picks, as beam search does; an index may repeat.
+
+    The tables that were passed in are closed. Raises ValueError; nothing changes.
+    """
+    for i in order:
+        if i not in range(len(tables)):
+            raise ValueError(f"no sequence {i!r}; valid: 0..{len(tables) - 1}")
+        tables[i]._check_here()
+    picked = [tables[i].fork() for i in order]
+    for table in tables:
+        table.close()
+    return picked

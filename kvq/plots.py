@@ -1,6 +1,6 @@
 """Pictures of the tables in `kvq.study`: pure `plot_*(ax, table)` functions.
 
-Each draws one panel on a matplotlib axes and computes nothing. `figure(name, table)`
+Each draws one panel on a matplotlib axes and nothing else. `figure(name, table)`
 puts a study's panels together; `headline` says above them what they show; `save`
 writes SVG and PNG that are the same bytes on every run.
 
@@ -163,6 +163,8 @@ def _log2_axis(ax, values):
 
 def _log_axis(ax, which):
     """A log axis, "x" or "y", with plain numbers: 1, 2, 5 where it is short."""
+    if not getattr(ax.dataLim, f"interval{which}")[1] > 0:
+        return  # all errors are zero or unknown: nothing for a log axis to show
     getattr(ax, f"set_{which}scale")("log")
     low, high = getattr(ax, f"get_{which}lim")()
     axis = getattr(ax, f"{which}axis")
@@ -420,8 +422,11 @@ def plot_residual(ax, table, x="residual"):
 
 
 # --- rotation and smoothing -----------------------------------------------------------
-_TRANSFORMS = {"none": "keys as they are", "hadamard": "rotated"}
-_TRANSFORMS["signed-hadamard"] = "signs, rotated"
+_TRANSFORMS = {
+    "none": "keys as they are",
+    "hadamard": "rotated",
+    "signed-hadamard": "signs, rotated",
+}
 
 
 @style()
@@ -473,20 +478,6 @@ def plot_codebook(ax, table, per="token"):
 
 
 # --- channels -------------------------------------------------------------------------
-def outlier_ratios(table, y="absmax"):
-    """Largest over median channel of every head: rows of `study.channels` -> list."""
-    heads = {tuple(r.get(k) for k in ("layer", "tensor", "head")) for r in table}
-    ratios = []
-    for layer, tensor, head in sorted(heads, key=str):
-        sizes = [
-            r[y]
-            for r in table
-            if (r.get("layer"), r["tensor"], r["head"]) == (layer, tensor, head)
-        ]
-        ratios.append(float(np.max(sizes) / np.median(sizes)))
-    return ratios
-
-
 @style()
 def plot_outliers(ax, table, y="absmax"):
     """Channels by size, each head its own line, over the typical channel of its head.
@@ -594,6 +585,7 @@ def _figure_residual(table):
     plot_residual(left, table)
     plot_residual(right, table, "bits_per_element")
     right.set_ylabel("")
+    legend_below(fig, [left, right])
     return fig
 
 

@@ -110,7 +110,7 @@ def _error(x, qt):
 def _relative(mse, x):
     """An MSE over mean x^2, or 0 where x is all zeros."""
     power = metrics.mse(np.zeros_like(x), x)
-    return mse / power if power else 0.0
+    return float(mse / power) if power else 0.0
 
 
 def predict_gaussian(x, scheme):
@@ -620,6 +620,15 @@ def channels(sample):
     ]
 
 
+def outlier_ratios(rows, column="absmax"):
+    """Largest over typical (median) channel of each head in rows of `channels`."""
+    heads = {}
+    for r in rows:
+        head = (r.get("layer"), r["tensor"], r["head"])
+        heads.setdefault(head, []).append(r[column])
+    return [float(np.max(sizes) / np.median(sizes)) for sizes in heads.values()]
+
+
 def channel_map(sample, head=0, block=16):
     """Mean |x| of each channel over blocks of tokens, one head: a picture's pixels.
 
@@ -653,7 +662,7 @@ def write_table(path, rows, header=None):
     if not names or not all(str(name).isidentifier() for name in names):
         raise ValueError(f"{path.name}: columns {names}; valid: names such as nmse")
     for i, row in enumerate(rows):
-        if list(row) != names:
+        if set(row) != set(names):
             raise ValueError(f"row {i} has columns {list(row)}, row 0 has {names}")
     cells = [[_to_text(name, row[name]) for name in names] for row in rows]
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -7,6 +7,7 @@ token t and channel c belong to group (t // gt, c // gc).
 Numba's cache sees a change of this file only, so what the loops call stands here too.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -27,13 +28,14 @@ def pack(x, scheme):
         raise ValueError(f"x has shape {x.shape}; expected (..., H, T, D) with D >= 1")
     shape = (1,) * (3 - x.ndim) + x.shape
     H, T, D = shape[-3:]
-    x = np.ascontiguousarray(x, np.float32).reshape(-1, T, D)
+    N = math.prod(shape[:-2])
+    x = np.ascontiguousarray(x, np.float32).reshape(N, T, D)
     _, gt, gc = scheme.group_shape(H, T, D)
-    groups = (len(x), *scheme.metadata_shape(H, T, D)[1:])
+    groups = (N, *scheme.metadata_shape(H, T, D)[1:])
     low, high = np.empty(groups, np.float32), np.empty(groups, np.float32)
     group_extremes(x, gt, gc, low, high)
     scale, zero = scale_of_extremes(low, high, scheme)
-    codes = np.zeros((len(x), T, scheme.row_bytes(D)), np.uint8)
+    codes = np.empty((N, T, scheme.row_bytes(D)), np.uint8)
     s, z = as_float32(scale, zero)
     s = np.where(s == 0, np.float32(1), s)  # such a group has one level: any s will do
     encode(x, s, z, gt, gc, scheme.bits, *integer_levels(scheme), codes)
@@ -48,17 +50,18 @@ def dequant(qt, start=0, stop=None):
     """x_hat of the tokens start..stop-1: what `qt.dequantize(start, stop)` gives."""
     start, stop, _ = slice(start, stop).indices(qt.tokens)
     H, T, D = qt.shape[-3:]
+    N, t = math.prod(qt.shape[:-2]), stop - start
     _, gt, gc = qt.scheme.group_shape(H, T, D)
-    packed = qt.codes[..., start:stop, :].reshape(-1, stop - start, qt.codes.shape[-1])
+    packed = qt.codes[..., start:stop, :].reshape(N, t, qt.scheme.row_bytes(D))
     groups = slice(start // gt, -(-stop // gt))  # those that hold these tokens
     s, z = as_float32(
         *(a if a is None else a[..., groups, :] for a in (qt.scale, qt.zero))
     )
-    s, z = (a.reshape(-1, *a.shape[-2:]) for a in (s, z))
+    s, z = (a.reshape(N, *a.shape[-2:]) for a in (s, z))
     offset = integer_levels(qt.scheme)[2]
-    out = np.empty((*packed.shape[:2], D), np.float32)
+    out = np.empty((N, t, D), np.float32)
     decode_codes(packed, s, z, gt, gc, start % gt, qt.scheme.bits, offset, out)
-    return out.reshape(*qt.shape[:-2], stop - start, D)
+    return out.reshape(*qt.shape[:-2], t, D)
 
 
 def scale_of_extremes(low, high, scheme):

@@ -116,8 +116,8 @@ class BlockFormat(Format):
         x = self.check(x)
         self.nbytes(x.shape)
         blocks = x.astype(np.float32, copy=False).reshape(-1, self.block)
-        parts = [self.encode_blocks(blocks[n]) for n in self._chunks(len(blocks))]
-        return b"".join(part.tobytes() for part in parts)
+        parts = (self.encode_blocks(blocks[n]) for n in self._chunks(len(blocks)))
+        return b"".join(np.ascontiguousarray(part) for part in parts)
 
     def decode(self, data, shape):
         blocks = self.check_bytes(data, shape).reshape(-1, self.block_bytes)

@@ -189,16 +189,23 @@ def _read_channels(reader, cells, side):
 def write(state):
     """The bytes of a `State`: the exact inverse of `read`.
 
-    Raises ValueError for a state whose parts do not fit together.
+    Raises ValueError for a state whose parts do not fit together, or a number that
+    does not fit its field.
     """
-    kind, magic = ("session", b"nsgg") if state.arch is not None else ("sequence", b"qsgg")
-    out = [magic, struct.pack("<I", MAGIC[magic][1]), _integers(state.tokens)]
-    if kind == "session":
-        out.append(struct.pack("<I", len(state.arch)) + state.arch.encode("ascii"))
-    out.append(struct.pack("<I", len(state.streams)))
+    try:
+        return b"".join(_parts(state))
+    except struct.error as error:
+        raise ValueError(f"a number does not fit its field: {error}") from None
+
+
+def _parts(state):
+    magic = b"qsgg" if state.arch is None else b"nsgg"
+    yield magic + struct.pack("<I", MAGIC[magic][1]) + _integers(state.tokens)
+    if state.arch is not None:
+        yield struct.pack("<I", len(state.arch)) + state.arch.encode("ascii")
+    yield struct.pack("<I", len(state.streams))
     for stream in state.streams:
-        out += _stream_parts(stream)
-    return b"".join(out)
+        yield from _stream_parts(stream)
 
 
 def _integers(values):
@@ -226,10 +233,18 @@ def _check_stream(stream, cells):
         raise ValueError("positions, sequence ids, keys and values differ in number")
     if any(len(rows.data) != cells for rows in sides):
         raise ValueError(f"a layer does not hold one row for each of {cells} cells")
+    for rows in stream.values if stream.transposed else ():
+        if rows.format.block != 1:
+            raise ValueError(
+                f"transposed V of {rows.format.name}; valid: f32, f16, bf16"
+            )
 
 
 def _type_id(kind):
-    return TYPE_IDS[kind.name.partition(":")[2]]
+    name = kind.name.partition(":")[2]
+    if name not in TYPE_IDS:
+        raise ValueError(f"cache type {name!r}; valid: {', '.join(TYPE_IDS)}")
+    return TYPE_IDS[name]
 
 
 def _row_parts(rows):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvq.codebooks import levels
-from kvq.formats.base import BlockFormat, Facts, Format
+from kvq.formats.base import CHUNK, BlockFormat, Facts, Format
 from kvq.formats.rounding import f32, rne
 from kvq.packing import pack, unpack
 from kvq.scheme import Scheme
@@ -65,7 +65,7 @@ class Minifloat:
         (and inf) take it: CUDA's satfinite. Without, those that round beyond it become
         NaN (e4m3) or inf (e5m2): a cast of ml_dtypes or PyTorch. NaN stays NaN, and
         -0 stays -0. Raises ValueError for what the format does not have: NaN and
-        saturate=False in e2m1, negative numbers in ue4m3.
+        saturate=False in e2m1, numbers below 0 in ue4m3.
         """
         x = np.asarray(x, f32)
         self._check(x, saturate)
@@ -86,8 +86,10 @@ class Minifloat:
         return self.values[codes]
 
     def _check(self, x, saturate):
-        if self.nan is None and not (saturate and np.isfinite(x).all()):
-            raise ValueError(f"{self.name} has no NaN and no inf; valid: finite numbers")
+        if self.nan is None and not saturate:
+            raise ValueError(f"saturate=False; {self.name} has no inf and no NaN")
+        if self.nan is None and np.isnan(x).any():
+            raise ValueError(f"{self.name} has no NaN; valid: numbers")
         if self.sign is None and (x < 0).any():
             raise ValueError(f"{self.name} has no sign; valid: numbers >= 0")
 
@@ -108,11 +110,12 @@ MINIFLOATS = {f.name: f for f in (E4M3, E5M2, E2M1, UE4M3)}
 
 
 # --- powers of two --------------------------------------------------------------------
+_POWERS = np.append(2.0 ** np.arange(-127, 128), np.nan).astype(f32)
+
+
 def e8m0_decode(codes):
     """2^(code - 127), and NaN for 255: uint8 -> float32."""
-    codes = np.asarray(codes, np.uint8)
-    powers = np.ldexp(f32(1), codes.astype(np.int32) - 127)
-    return np.where(codes == 255, f32(np.nan), powers)
+    return _POWERS[codes]
 
 
 def e8m0_floor(absmax, largest_exponent):
@@ -126,9 +129,10 @@ def e8m0_floor(absmax, largest_exponent):
 
 
 def e8m0_nearest(x):
-    """The code of the nearest power of two, halfway (1.5 * 2^n) up: a cast of ml_dtypes.
+    """The code of the nearest power of two, 1.5 * 2^n up: a cast of ml_dtypes.
 
     Zero, negative numbers, NaN and what rounds beyond 2^127 become 255, NaN.
+    (ml_dtypes itself takes all between 2^-127 and 2^-126 to the latter.)
     """
     x = np.asarray(x, f32)
     with np.errstate(invalid="ignore"):
@@ -170,6 +174,12 @@ class Mx(BlockFormat):
         return e8m0_decode(data[:, :1]) * self.element.decode(codes)
 
 
+def chunks(rows, width):
+    """Slices of rows of `width` numbers that stay in the processor's cache."""
+    step = max(CHUNK // width, 1)
+    return [slice(i, i + step) for i in range(0, rows, step)]
+
+
 # --- NVFP4: 16 numbers share an E4M3 scale, all share a float32 -----------------------
 def check_scale(name, scale):
     """`scale` as float32. Raises ValueError unless it lies in [2^-100, 2^100]."""
@@ -199,37 +209,45 @@ def nvfp4_encode(x, scale, four_over_six=False):
     reciprocals; these are exact. Returns uint8 (..., D/2) and uint8 (..., D/16).
     """
     x = np.asarray(x, f32)
-    if x.shape[-1] % 16:
-        raise ValueError(f"nvfp4: rows of {x.shape[-1]}; valid: multiples of 16")
-    blocks = x.reshape(*x.shape[:-1], -1, 16)
-    codes, S, error = _nvfp4_try(blocks, scale, 6)
+    *lead, D = x.shape
+    if D % 16:
+        raise ValueError(f"nvfp4: rows of {D}; valid: multiples of 16")
+    blocks = x.reshape(-1, 16)
+    codes = np.empty((len(blocks), 8), np.uint8)
+    S = np.empty(len(blocks), np.uint8)
+    with np.errstate(over="ignore"):  # beyond float32: saturates
+        for n in chunks(len(blocks), 16):
+            codes[n], S[n] = _nvfp4_blocks(blocks[n], scale, four_over_six)
+    return codes.reshape(*lead, D // 2), S.reshape(*lead, D // 16)
+
+
+def _nvfp4_blocks(blocks, scale, four_over_six):
+    """(packed codes, S) of blocks (n, 16)."""
+    codes, S, step = _nvfp4_try(blocks, scale, 6)
     if four_over_six:
-        codes4, S4, error4 = _nvfp4_try(blocks, scale, 4)
-        better = error4 < error
-        codes = np.where(better[..., None], codes4, codes)
+        codes4, S4, step4 = _nvfp4_try(blocks, scale, 4)
+        error = _squared_error(blocks, codes, step)
+        better = _squared_error(blocks, codes4, step4) < error
+        codes = np.where(better[:, None], codes4, codes)
         S = np.where(better, S4, S)
-    return pack(codes.reshape(x.shape), 4), S
+    return pack(codes, 4), S
 
 
 def _nvfp4_try(blocks, scale, top):
-    """(codes, S, squared error) of blocks (..., 16), whose max|x| becomes `top`."""
+    """Codes, S and S / g of blocks (n, 16), whose max|x| becomes `top`."""
     g = f32(1) / f32(scale)
     absmax = np.abs(blocks).max(axis=-1)
     S = E4M3.encode(g * (absmax * (f32(1) / f32(top))))
     step = E4M3.decode(S) * (f32(1) / g)
     m = np.divide(f32(1), step, out=np.zeros_like(step), where=step > 0)
-    codes = E2M1.encode(blocks * m[..., None])
-    error = E2M1.decode(codes) * step[..., None] - blocks
-    return codes, S, _sum_of_pairs(error * error)
+    return E2M1.encode(blocks * m[:, None]), S, step
 
 
-def _sum_of_pairs(e):
-    """Sum of e (..., 16) in the order of the kernel: pairs, one after the other."""
-    pairs = e[..., 0::2] + e[..., 1::2]
-    total = pairs[..., 0]
-    for i in range(1, 8):
-        total = total + pairs[..., i]
-    return total
+def _squared_error(blocks, codes, step):
+    """Sum of squared errors of each block, added pair by pair as the kernel does."""
+    squares = np.square(E2M1.decode(codes) * step[:, None] - blocks)
+    pairs = squares[:, 0::2] + squares[:, 1::2]
+    return np.add.accumulate(pairs, axis=-1)[:, -1]
 
 
 def nvfp4_decode(codes, S, scale):

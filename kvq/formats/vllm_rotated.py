@@ -24,18 +24,22 @@ from kvq.packing import pack, unpack
 
 # --- rotations ------------------------------------------------------------------------
 def walsh(x):
-    """x H along the last axis by butterflies in float32, not normalized: H H = D I."""
-    x = np.array(x, f32, order="C")
+    """x H for each row of x (..., D) by butterflies in float32, without the 1/sqrt(D).
+
+    Rows stand side by side while it works: one NumPy call then adds one channel to
+    another in all of them.
+    """
     D = x.shape[-1]
+    y = np.array(x.reshape(-1, D).T, f32, order="C")  # (D, n)
     step = 1
     while step < D:
-        pairs = x.reshape(-1, D // (2 * step), 2, step)
-        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        pairs = y.reshape(D // (2 * step), 2, step, -1)
+        a, b = pairs[:, 0], pairs[:, 1]
         total = a + b
         np.subtract(a, b, out=b)
         a[...] = total
         step *= 2
-    return x
+    return np.ascontiguousarray(y.T).reshape(x.shape)
 
 
 def in_blocks(x, block, transform):
@@ -56,7 +60,7 @@ def check_multiple(what, D, unit):
 
 def check_power_of_two(what, D, least):
     """Raise ValueError unless D is a power of two of at least `least`."""
-    if D < least or D & (D - 1):
+    if least > D or D & (D - 1):
         raise ValueError(f"{what}: D={D}; valid: powers of two from {least}")
 
 
@@ -67,7 +71,8 @@ def int4_signs(D):
 
     The CPU generator of PyTorch keeps 24 of 32 bits: u = (word mod 2^24) / 2^24.
     """
-    words = np.random.RandomState(0x9E3779B9).randint(0, 2**32, size=D, dtype=np.uint32)  # noqa: NPY002
+    generator = np.random.RandomState(0x9E3779B9)
+    words = generator.randint(0, 2**32, size=D, dtype=np.uint32)
     u = (words & 0xFFFFFF) / 2.0**24
     return np.where(u < 0.5, f32(1), f32(-1))
 
@@ -77,10 +82,10 @@ class Int4PerTokenHead(Side):
 
         q = trh(y (1/s) + zp) in 0..15        y_hat = (q - zp) s
 
-    zp replaces the four lowest bits of the float32 s: a reader who takes the word for
-    a plain scale is off by at most 2^-20 of it, and loses the zero. The zero lies in
-    0..15, so a vector of one sign (after the rotation) is clipped: encoding a
-    dominant first channel loses it.
+    zp replaces the four lowest bits of the float32 s: who takes the word for a plain
+    scale is off by less than 2^-19 of it, but has lost the zero. zp is clipped to
+    0..15, so a rotated vector must straddle 0: numbers of one sign are lost, as when
+    the first channel of a block outweighs all others.
     """
 
     def widths(self, D):
@@ -104,7 +109,7 @@ class Int4PerTokenHead(Side):
         return in_blocks(y, block, lambda y: walsh(y) * int4_signs(block) / f32(block))
 
     def rotate(self, x):
-        """y (n, D) float32, rounded to the dtype of x. Raises ValueError on overflow."""
+        """y (n, D) float32, rounded to the dtype of x. Raises ValueError on inf."""
         block = power_of_two_divisor(x.shape[-1])
         y = in_blocks(x.astype(f32), block, lambda x: walsh(x * int4_signs(block)))
         dtype = f32 if x.dtype == np.float64 else x.dtype
@@ -163,7 +168,7 @@ class TurboKeys(Side):
         n = np.sqrt((x * x).sum(axis=-1, keepdims=True))
         y = walsh(x / (n + f32(1e-8))) * f32(x.shape[-1] ** -0.5)
         c = turboquant_levels(self.bits, x.shape[-1])
-        code = bucket(y, (c[:-1] + c[1:]) / 2, ties="up").astype(np.uint8)
+        code = bucket(y, (c[:-1] + c[1:]) / 2, ties="up")
         return pack(code, self.bits), to_half(n)
 
     def decode(self, codes, scales, D):
@@ -207,27 +212,29 @@ OCTAVE_LEVELS = {
 }
 # What a vector of RMS 1 is multiplied by, to fit the levels.
 OCTAVE_GAIN = {3: f32(59), 4: f32(46)}
-# Bit i: channel i changes its sign (`torch.randint(0, 2)` with generator seed 0x5E17).
+# Bit i: channel i changes its sign. (`torch.randint(0, 2)`, generator seed 0x5E17)
 OCTAVE_SIGN_BITS = 0x74AFC7211E0AC1A1B5CABDC3F687E13268C675E641D23DB19E0D463582C270EB
 
 
 @lru_cache
-def octave_signs(block):
-    """The signs of a block of 64, 128 or 256 channels, float32 (block,)."""
-    bits = OCTAVE_SIGN_BITS >> np.arange(block).astype(object)
-    return np.where((bits & 1).astype(bool), f32(-1), f32(1))
+def octave_signs(D):
+    """The signs of D channels, at most 256: float32 (D,)."""
+    if D > 256:
+        raise ValueError(f"octave: D={D}; valid: up to 256")
+    bits = OCTAVE_SIGN_BITS >> np.arange(D).astype(object) & 1
+    return 1 - 2 * bits.astype(f32)
 
 
 def octave_rotate(x, block):
-    """y = (x * signs) H / sqrt(block) for each block of channels."""
-    signs, norm = octave_signs(x.shape[-1]), f32(block**0.5)
-    return in_blocks(x.astype(f32), block, lambda x: walsh(x * signs) / norm)
+    """y = (x * signs) H / sqrt(block) of each block of channels of x (n, D)."""
+    x = x.astype(f32) * octave_signs(x.shape[-1])
+    return in_blocks(x, block, walsh) / f32(block**0.5)
 
 
 def octave_unrotate(y, block):
     """The inverse of `octave_rotate`."""
-    signs, norm = octave_signs(x.shape[-1]), f32(block**0.5)
-    return in_blocks(y, block, lambda y: walsh(y) / norm * signs)
+    x = in_blocks(y, block, walsh) / f32(block**0.5)
+    return x * octave_signs(y.shape[-1])
 
 
 def octave_quantize(y, bits):
@@ -244,9 +251,10 @@ def octave_quantize(y, bits):
     rms = np.maximum(np.sqrt(squares / f32(y.shape[-1])), f32(1e-12))
     levels = OCTAVE_LEVELS[bits]
     middle = (levels[1:] + levels[:-1]) / 2
-    code = bucket(y / rms * OCTAVE_GAIN[bits], middle, ties="down").astype(np.uint8)
+    code = bucket(y / rms * OCTAVE_GAIN[bits], middle, ties="down")
     dot = (y * levels[code]).sum(axis=-1, keepdims=True)
-    return code, np.divide(squares, dot, out=np.zeros_like(dot), where=dot > 0) * f32(64)
+    s = f32(64) * np.divide(squares, dot, out=np.zeros_like(dot), where=dot > 0)
+    return code, s
 
 
 def octave_pack(codes, bits):
@@ -311,7 +319,9 @@ class OctaveKeys(Side):
         y = octave_rotate(x, 64)
         rope = octave_encode(y[:, : self.rope_dim], 4, 64)
         rest = octave_encode(y[:, self.rope_dim :], 3, 64)
-        return tuple(np.concatenate(pair, axis=-1) for pair in zip(rope, rest, strict=True))
+        return tuple(
+            np.concatenate(pair, axis=-1) for pair in zip(rope, rest, strict=True)
+        )
 
     def decode(self, codes, scales, D):
         r = self.rope_dim
@@ -328,7 +338,7 @@ class OctaveVector(Side):
     """
 
     bits: int
-    any_multiple: bool = True
+    blocks: bool = True
 
     def widths(self, D):
         check_multiple("octave", D, 64)
@@ -337,7 +347,7 @@ class OctaveVector(Side):
 
     def block(self, D):
         """Channels that are rotated together. Raises ValueError."""
-        if self.any_multiple and D & (D - 1):
+        if self.blocks and D & (D - 1):
             return 64
         if D not in (64, 128, 256):
             raise ValueError(f"octave: D={D}; valid: 64, 128, 256")

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvq.dtypes import as_float_array
 from kvq.formats.base import Facts
-from kvq.formats.minifloat import E4M3, Minifloat
+from kvq.formats.minifloat import E4M3, Minifloat, chunks
 from kvq.formats.rounding import f32, trh
 from kvq.scheme import Policy
 
@@ -51,107 +51,134 @@ class Side(ABC):
         """float32 (n, D), the inverse of `encode`."""
 
 
+# --- formats of K and V together ------------------------------------------------------
 @dataclass(frozen=True)
-class SlotFormat:
-    """One `--kv-cache-dtype` of vLLM: K and V of a (token, head) in one slot.
+class PairFormat(ABC):
+    """One format that stores K and V side by side.
 
     name, version, facts : as in `base.Format`.
-    key, value : the two sides. policy : the setting of our vocabulary that stores the
-    same levels, or None. align : slots are padded with zeros to a multiple of it.
-    scales_last : codes of K and V first, then the scales of both.
+    policy : the setting of our vocabulary with the same levels, or None.
+    Shapes are those of K, (..., T, D); `value_dim` is given where V has another D.
     """
 
     name: str
     version: str
     facts: Facts = field(repr=False)
-    key: Side
-    value: Side
     policy: Policy | None = None
-    align: int = 1
-    scales_last: bool = False
 
-    def slot_bytes(self, D, value_dim=None):
-        """Bytes of one slot. value_dim : of V, where it differs from D."""
-        used = sum(self.key.widths(D)) + sum(self.value.widths(value_dim or D))
-        return -(-used // self.align) * self.align
-
+    @abstractmethod
     def nbytes(self, shape, value_dim=None):
-        """Bytes of encoded K and V, K of `shape` (..., T, D)."""
-        *lead, D = shape
-        return int(np.prod(lead)) * self.slot_bytes(D, value_dim)
+        """Bytes of encoded K and V."""
+
+    @abstractmethod
+    def encode(self, k, v):
+        """The bytes of k (..., T, D) and v (..., T, value_dim), as vLLM stores them.
+
+        Raises TypeError or ValueError for numbers or shapes the format cannot hold.
+        """
+
+    @abstractmethod
+    def decode(self, data, shape, value_dim=None):
+        """(k, v), the float32 tensors that these bytes stand for.
+
+        Raises ValueError if the number of bytes does not fit the shape.
+        """
 
     def bits_per_element(self, shape, value_dim=None):
         """Stored bits per number of K and V, everything counted."""
         numbers = np.prod(shape[:-1]) * (shape[-1] + (value_dim or shape[-1]))
         return 8 * self.nbytes(shape, value_dim) / numbers
 
-    def encode(self, k, v):
-        """The bytes of k (..., T, D) and v (..., T, D_v), slot after slot.
+    def check(self, k, v):
+        """k and v as finite float arrays of the same (..., T)."""
+        k, v = as_float_array(k, "k"), as_float_array(v, "v")
+        self.check_shape(k.shape)
+        self.check_shape(v.shape)
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ValueError(f"{self.name}: k {k.shape} and v {v.shape} do not match")
+        return k, v
 
-        Raises TypeError or ValueError for numbers or shapes the format cannot hold.
-        """
+    def check_shape(self, shape):
+        """Raise ValueError for a shape that holds no numbers."""
+        if len(shape) < 1 or min(shape) < 1:
+            raise ValueError(f"{self.name}: shape {tuple(shape)}; expected (..., T, D)")
+
+    def check_bytes(self, data, shape, value_dim=None):
+        """`data` as a uint8 array of exactly the bytes that K and V need."""
+        self.check_shape(shape)
+        need = self.nbytes(shape, value_dim)
+        if len(data) != need:
+            raise ValueError(
+                f"{self.name}: {len(data)} bytes; keys and values of shape "
+                f"{tuple(shape)} have {need}"
+            )
+        return np.frombuffer(data, np.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotFormat(PairFormat):
+    """K and V of a (token, head) in one slot; slots in the order of the tensors.
+
+    key, value : the two sides. align : a slot is padded with zeros to a multiple of
+    it. scales_last : the codes of both sides come before the scales of both.
+    """
+
+    key: Side
+    value: Side
+    align: int = 1
+    scales_last: bool = False
+
+    def slot_bytes(self, D, value_dim=None):
+        """Bytes of one slot. Raises ValueError for an impossible D."""
+        used = sum(self.key.widths(D)) + sum(self.value.widths(value_dim or D))
+        return -(-used // self.align) * self.align
+
+    def nbytes(self, shape, value_dim=None):
+        *lead, D = shape
+        return int(np.prod(lead)) * self.slot_bytes(D, value_dim)
+
+    def encode(self, k, v):
         return self.encode_slots(k, v).tobytes()
 
     def decode(self, data, shape, value_dim=None):
-        """(k, v): the float32 tensors, k of `shape`, that these bytes stand for.
-
-        Raises ValueError if the number of bytes does not fit the shape.
-        """
-        slots = check_bytes(self, data, shape, value_dim)
+        slots = self.check_bytes(data, shape, value_dim)
         return self.decode_slots(slots.reshape(*shape[:-1], -1), shape[-1], value_dim)
 
     def encode_slots(self, k, v):
         """uint8 (..., T, slot bytes), for a paged cache. Raises as `encode`."""
-        k, v = check_pair(self.name, k, v)
-        *lead, D = k.shape
-        key = self.key.encode(k.reshape(-1, D))
-        value = self.value.encode(v.reshape(-1, v.shape[-1]))
-        slots = np.zeros((*lead, self.slot_bytes(D, v.shape[-1])), np.uint8)
-        used = np.concatenate(self._order(key, value), axis=-1)
-        slots[..., : used.shape[-1]] = used.reshape(*lead, -1)
-        return slots
+        k, v = self.check(k, v)
+        lead = k.shape[:-1]
+        D, value_dim = k.shape[-1], v.shape[-1]
+        slots = np.zeros((k.size // D, self.slot_bytes(D, value_dim)), np.uint8)
+        k, v = k.reshape(-1, D), v.reshape(-1, value_dim)
+        with np.errstate(over="ignore", invalid="ignore"):  # beyond float32: as vLLM
+            for n in chunks(len(slots), D):
+                parts = self._order(self.key.encode(k[n]), self.value.encode(v[n]))
+                used = np.concatenate(parts, axis=-1)
+                slots[n, : used.shape[-1]] = used
+        return slots.reshape(*lead, -1)
 
     def decode_slots(self, slots, D, value_dim=None):
         """(k, v) of slots (..., T, slot bytes): the inverse of `encode_slots`."""
-        dims = D, value_dim or D
-        sides = self.key, self.value
-        widths = [side.widths(n) for side, n in zip(sides, dims, strict=True)]
-        ends = np.cumsum(self._order(*widths))
-        rows = slots.reshape(-1, slots.shape[-1])
-        parts = np.split(rows, ends, axis=-1)[:4]
-        pairs = (parts[::2], parts[1::2]) if self.scales_last else (parts[:2], parts[2:])
-        return tuple(
-            side.decode(*pair, n).reshape(*slots.shape[:-1], n)
-            for side, pair, n in zip(sides, pairs, dims, strict=True)
-        )
+        value_dim = value_dim or D
+        *lead, width = slots.shape
+        slots = slots.reshape(-1, width)
+        k = np.empty((len(slots), D), f32)
+        v = np.empty((len(slots), value_dim), f32)
+        ends = np.cumsum(self._order(self.key.widths(D), self.value.widths(value_dim)))
+        with np.errstate(over="ignore", invalid="ignore"):  # bytes may hold inf or NaN
+            for n in chunks(len(slots), D):
+                a, b, c, d, _ = np.split(slots[n], ends, axis=-1)
+                key, value = ((a, c), (b, d)) if self.scales_last else ((a, b), (c, d))
+                k[n] = self.key.decode(*key, D)
+                v[n] = self.value.decode(*value, value_dim)
+        return k.reshape(*lead, D), v.reshape(*lead, value_dim)
 
     def _order(self, key, value):
         """(codes, scales) of both sides in the order of the slot."""
         if self.scales_last:
             return key[0], value[0], key[1], value[1]
         return *key, *value
-
-
-def check_pair(name, k, v):
-    """k and v as finite float arrays of the same (..., T). Raises ValueError."""
-    k, v = as_float_array(k, "k"), as_float_array(v, "v")
-    if k.ndim < 1 or k.shape[:-1] != v.shape[:-1] or k.size == 0 or v.size == 0:
-        raise ValueError(
-            f"{name}: k {k.shape} and v {v.shape}; expected (..., T, D) and "
-            "(..., T, D_v) with numbers in them"
-        )
-    return k, v
-
-
-def check_bytes(fmt, data, shape, value_dim=None):
-    """`data` as a uint8 array of exactly the bytes that K and V of `shape` need."""
-    need = fmt.nbytes(shape, value_dim)
-    if len(data) != need:
-        raise ValueError(
-            f"{fmt.name}: {len(data)} bytes; keys and values of shape {tuple(shape)} "
-            f"have {need}"
-        )
-    return np.frombuffer(data, np.uint8)
 
 
 # --- sides without a rotation ---------------------------------------------------------
@@ -208,5 +235,3 @@ def token_scale(x, top):
     """max(max|x| / top, 1e-6) of each vector: (n, 1) float32."""
     absmax = np.abs(x).max(axis=-1, keepdims=True)
     return np.maximum(absmax / f32(top), f32(1e-6))
-
-

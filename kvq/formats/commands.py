@@ -1,0 +1,84 @@
+"""`kvq formats` and `kvq convert`."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def add_formats(commands):
+    p = commands.add_parser("formats", help="the cache formats of other systems")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=formats)
+
+
+def formats(options):
+    """Print what every format is, or with --json all that is known of it."""
+    from kvq.cli import print_json, table
+    from kvq.formats.convert import table as rows_of_all
+
+    rows = rows_of_all()
+    if options.json:
+        print_json(rows)
+        return
+    titles = ["format", "bits per number", "group", "zero", "rounding", "window"]
+    lines = [titles, *([row[t] for t in titles] for row in rows)]
+    print(*table(lines, left=(0, 2, 3, 4, 5)), sep="\n")
+    print("bits per number: 128 tokens of a head of 128 channels; --json: all fields")
+
+
+def add_convert(commands):
+    p = commands.add_parser("convert", help="from format to format, errors counted")
+    p.add_argument("names", nargs="+", metavar="FORMAT", help="in order: ggml:q4_0 ...")
+    p.add_argument(
+        "--data",
+        default="real",
+        metavar="real|synthetic|FILE",
+        help="the bundled sample (default), or a .npz or .safetensors file",
+    )
+    p.add_argument("--layer", type=int, help="layer of the data")
+    p.add_argument("--tensor", choices=("k", "v"), default="k", help="keys or values")
+    p.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the last format's bytes go"
+    )
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=convert)
+
+
+def convert(options):
+    """Store a tensor in each format in turn; print the error that each one adds."""
+    from kvq.cli import load_sample, print_json, table
+    from kvq.formats.convert import convert as through
+
+    sample = load_sample(options)
+    x = getattr(sample, options.tensor)
+    rows, data = through(x, options.names)
+    if options.out is not None:
+        _write(options.out, data)
+    if options.json:
+        print_json(rows)
+        return
+    print(f"{sample.name}, {options.tensor} {x.shape}: squared error / signal")
+    lines = [
+        [
+            row["format"],
+            f"{row['bytes']:,}",
+            f"{row['bits']:.3f}",
+            f"{row['step_nmse']:.3g}",
+            f"{row['total_nmse']:.3g}",
+        ]
+        for row in rows
+    ]
+    titles = ["format", "bytes", "bits/number", "this step", "all steps"]
+    print(*table([titles, *lines]), sep="\n")
+
+
+def _write(path, data):
+    """All of `data` in the file `path`, or no such file."""
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,253 @@
+r"""What a policy costs: perplexity, divergence and agreement, by teacher forcing.
+
+The model reads a text; at each scored position it gives the next token a probability.
+
+    nll = -ln p(next token)            perplexity = exp(mean nll)
+    d   = nll with this cache - nll with the unquantized cache, same position
+    change = exp(mean d) - 1           standard error of mean d = std(d) / sqrt(n)
+    KL(p || p') = sum_v p_v ln(p_v / p'_v)     agreement = share of equal argmax
+
+p is the model with keys and values as the forward pass computes them (float32), p' with
+a cache of the policy. The text is cut into windows of tokens, each with a cache of its
+own; the first positions of a window have little to look back at and are not scored.
+
+Keys and values enter the cache as float16, are packed into `QuantizedTensor`s and read
+back. Each query sees the cache as it is when its token is the newest (`kvq.model.attend`
+says how), so a residual window counts as it does while a text is being generated.
+Positions are treated as independent in the standard error; neighbours are not quite, so
+it is a little too small.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from kvq.model.decoder import load
+from kvq.scheme import Policy, policy
+from kvq.study import provenance, read_table, run, write_table
+
+BLOCK = 64  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Which positions of a text are scored.
+
+    window : tokens per window. start : the first scored position of a window.
+    limit : windows, at most; None: as many whole windows as the text has.
+    """
+
+    window: int = 1024
+    start: int = 256
+    limit: int | None = 3
+
+    def __post_init__(self):
+        if not 0 <= self.start < self.window - 1:
+            raise ValueError(
+                f"start={self.start}, window={self.window}; valid: 0 <= start < window-1"
+            )
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit={self.limit!r}; valid: an integer >= 1 or None")
+
+    def windows(self, tokens):
+        """The windows of a text: a list of id arrays. Raises ValueError for none."""
+        count = len(tokens) // self.window
+        count = count if self.limit is None else min(count, self.limit)
+        if count < 1:
+            raise ValueError(f"{len(tokens)} tokens; a window has {self.window}")
+        return list(np.reshape(tokens[: count * self.window], (count, self.window)))
+
+
+# --- policies by name -----------------------------------------------------------------
+def parse_policy(text):
+    """A Policy from KEYS[/VALUES][:residual=R][:sinks=S].
+
+    KEYS, VALUES : names of presets; the keys (and the window) are those of the first,
+    the values those of the second. "kivi-2:residual=0", "int4-token-g64/fp16".
+    Raises ValueError.
+    """
+    names, *settings = text.split(":")
+    keys, _, values = names.partition("/")
+    result = policy(keys)
+    if values:
+        result = replace(result, value=policy(values).value)
+    for setting in settings:
+        name, _, number = setting.partition("=")
+        if name not in ("residual", "sinks") or not number.isdecimal():
+            raise ValueError(f"{setting!r} in {text!r}; valid: residual=128, sinks=4")
+        result = replace(result, **{name: int(number)})
+    return replace(result, name=text)
+
+
+# --- one window -----------------------------------------------------------------------
+def log_softmax(z):
+    r"""ln p_v = z_v - m - ln sum_u exp(z_u - m), m = max_u z_u."""
+    z = z - z.max(axis=-1, keepdims=True)
+    with np.errstate(under="ignore"):
+        return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def hidden_states(model, window, start, policies, kv_dtype="float16"):
+    """Hidden states of the scored positions, start .. end - 2: float32 (n, width).
+
+    policies : one, or one per layer, as `Decoder.caches` takes them.
+    Returns them and the caches.
+    """
+    caches = model.caches(policies)
+    hidden = model.forward(window[:-1], caches, kv_dtype)
+    return hidden[start:], caches
+
+
+def compare(model, exact, changed, targets):
+    """nll, d, kl, agree per position, float64 (n,), of two sets of hidden states.
+
+    exact, changed : (n, width), with the unquantized and with the policy's cache.
+    targets : the n ids that came next in the text.
+    """
+    columns = []
+    for n in range(0, len(targets), BLOCK):
+        block = slice(n, n + BLOCK)
+        lp, lp_hat = (
+            log_softmax(model.logits(h[block]).astype(np.float64))
+            for h in (exact, changed)
+        )
+        rows = np.arange(len(lp)), targets[block]
+        with np.errstate(under="ignore"):
+            kl = np.sum(np.exp(lp) * (lp - lp_hat), axis=-1)
+        agree = lp.argmax(axis=-1) == lp_hat.argmax(axis=-1)
+        columns.append([-lp_hat[rows], lp[rows] - lp_hat[rows], kl, agree])
+    return dict(zip(("nll", "d", "kl", "agree"), np.hstack(columns), strict=True))
+
+
+@lru_cache(maxsize=1)
+def _model(path):
+    return load(path)
+
+
+def _exact_point(path, window, start):
+    hidden, _ = hidden_states(_model(path), window, start, "fp32", "float32")
+    return {"hidden": hidden}
+
+
+def _policy_point(path, window, start, exact, policies):
+    model = _model(path)
+    hidden, caches = hidden_states(model, window, start, policies)
+    c = model.config
+    numbers = 2 * c.layers * c.kv_heads * c.head_dim * (len(window) - 1)
+    scored = compare(model, exact, hidden, window[start + 1 :])
+    return scored | {"bits": 8 * sum(cache.nbytes for cache in caches) / numbers}
+
+
+# --- a table --------------------------------------------------------------------------
+def summary(name, points):
+    """One row of the table from the points (windows) of one policy.
+
+    Columns: policy, tokens (scored), bits_per_element (stored at the end of a window),
+    perplexity, change_percent, se_percent (100 times the standard error of mean d), kl,
+    agreement.
+    """
+    nll, d, kl, agree = (
+        np.concatenate([p[key] for p in points]) for key in ("nll", "d", "kl", "agree")
+    )
+    return {
+        "policy": name,
+        "tokens": len(d),
+        "bits_per_element": float(np.mean([p["bits"] for p in points])),
+        "perplexity": math.exp(nll.mean()),
+        "change_percent": 100 * math.expm1(d.mean()),
+        "se_percent": 100 * float(d.std(ddof=1)) / math.sqrt(len(d)),
+        "kl": float(kl.mean()),
+        "agreement": float(agree.mean()),
+    }
+
+
+def evaluate(
+    path, tokens, policies, protocol=None, *, out=None, jobs=1, progress=False
+):
+    """The table of a list of policies: one row each, as `summary` describes.
+
+    path : a GGUF file. tokens : ids of a text. policies : {name: Policy, a preset's
+    name, or a list of one per layer} or a list of what `parse_policy` reads.
+    out : a CSV file, written after every policy. Rows that it already holds are not
+        computed again; it must come from the same model, text and protocol.
+    jobs : processes, through joblib, as in `kvq.study.run`.
+    Raises ValueError for a text that is too short and for an `out` of other origin.
+    """
+    protocol = protocol or Protocol()
+    policies = _by_name(policies)
+    windows = protocol.windows(np.asarray(tokens))
+    setup = _setup(path, windows, protocol)
+    rows = _resume(out, setup)
+    todo = [name for name in policies if name not in {row["policy"] for row in rows}]
+    if not todo:
+        return rows
+    path, start = str(path), protocol.start
+    points = [(path, window, start) for window in windows]
+    exact = [p["hidden"] for p in run(_exact_point, points, jobs, progress)]
+    for name in _progress(todo, progress):
+        points = [
+            (path, window, start, hidden, policies[name])
+            for window, hidden in zip(windows, exact, strict=True)
+        ]
+        rows.append(summary(name, run(_policy_point, points, jobs, progress)))
+        if out is not None:
+            write_table(out, rows, setup | provenance("kvq eval"))
+    return rows
+
+
+def _by_name(policies):
+    if isinstance(policies, dict):
+        items = policies.items()
+        return {n: p if isinstance(p, list | tuple) else policy(p) for n, p in items}
+    return {
+        p.name if isinstance(p, Policy) else p: p
+        if isinstance(p, Policy)
+        else parse_policy(p)
+        for p in policies
+    }
+
+
+def _progress(names, progress):
+    if not progress:
+        return names
+    from tqdm import tqdm
+
+    return tqdm(names, unit="policy", leave=False)
+
+
+def _setup(path, windows, protocol):
+    """What a table's rows have in common, as text."""
+    with Path(path).open("rb") as file:
+        weights = hashlib.file_digest(file, "sha256").hexdigest()
+    text = hashlib.sha256(np.asarray(windows, "<i4").tobytes()).hexdigest()
+    return {
+        "model": Path(path).name,
+        "weights_sha256": weights,
+        "token_ids_sha256": text,
+        "protocol": f"{len(windows)} windows of {protocol.window} tokens, scored from "
+        f"position {protocol.start}",
+    }
+
+
+def _resume(out, setup):
+    if out is None or not Path(out).exists():
+        return []
+    rows, header = read_table(out)
+    for key, value in setup.items():
+        if header.get(key) != value:
+            raise ValueError(
+                f"{out} was made with {key} {header.get(key)}, not {value}; "
+                "give another file, or remove it"
+            )
+    return rows
+
+
+# --- texts ----------------------------------------------------------------------------
+def bundled_tokens():
+    """16,384 SmolLM2 token ids of *Persuasion*, int32; see data/austen_tokens.md."""
+    return np.load(files("kvq") / "data" / "austen_tokens.npy").astype(np.int32)
