@@ -9,6 +9,8 @@ PY := .venv/bin/python
 ARGS ?=
 
 export MPLBACKEND := Agg
+# Small matrices: more BLAS threads than idle cores make them slower, not faster.
+export OPENBLAS_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help lessons test figures html notebooks check bench clean

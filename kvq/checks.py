@@ -603,3 +603,78 @@ def check_binding_bits(f):
         "the instructions per number are missing": 8 * B / J,
     }
     compare("bits below which instructions bind", f(c, B, J), expected, mistakes)
+
+
+# --- formats of other systems ---------------------------------------------------------
+def check_read_q4_0(f):
+    """f(block of 18 bytes) -> 32 numbers d (code - 8): float16 d, code j low, j + 16."""
+    codes = np.array([(7 * j + 3) % 16 for j in range(32)])
+    packed = (codes[:16] | codes[16:] << 4).astype(np.uint8)
+    d = np.array([-0.375], "<f2")
+    block = d.tobytes() + packed.tobytes()
+    pairs = np.stack([packed & 15, packed >> 4], axis=1).ravel()
+    mistakes = {
+        "byte j holds the codes j and j + 16, not 2j and 2j + 1": -0.375
+        * (pairs - 8.0),
+        "8 must be subtracted from the codes": -0.375 * codes,
+        "low and high halves are swapped": -0.375 * (np.roll(codes, 16) - 8.0),
+        "these are the codes: multiply by d": codes - 8.0,
+        "d is little-endian: '<f2'": float(d.byteswap()[0]) * (codes - 8.0),
+        "unsigned codes wrap around below 8: make them floats first": -0.375
+        * ((codes - 8) % 256),
+    }
+    got = f(block)
+    compare("32 numbers of a q4_0 block", got, -0.375 * (codes - 8.0), mistakes)
+
+
+def check_repack(f):
+    """f(16 bytes of q4_0) -> 16 bytes: code 2i low, code 2i + 1 high in byte i."""
+    codes = np.array([(5 * j + 1) % 16 for j in range(31)] + [2])
+    packed = (codes[:16] | codes[16:] << 4).astype(np.uint8)
+    low, high = codes[0::2], codes[1::2]
+    pairs = np.stack([packed & 15, packed >> 4], axis=1).ravel()
+    mistakes = {
+        "nothing changed: byte i must hold the codes 2i and 2i + 1": packed,
+        "code 2i belongs in the low half": high | low << 4,
+        "first take the codes apart as q4_0 has them: all low halves, then all high": (
+            *(pairs[0::2] | pairs[1::2] << 4),
+        ),
+        "shift the odd codes up by 4 bits": low | high,
+    }
+    got = f(packed.copy())
+    compare("bytes in the order of vLLM", got, low | high << 4, mistakes)
+
+
+def check_open_word(f):
+    """f(word uint32) -> (s, z): z the low 4 bits, s the float32 of the other bits."""
+    s = np.array([0.5, 6.3333335, 1e-6, 0.0712], np.float32)
+    s = (s.view(np.uint32) & ~np.uint32(15)).view(np.float32)
+    z = np.array([9, 0, 15, 7], np.uint32)
+    word = s.view(np.uint32) | z
+    got_s, got_z = unpack_answer("word", f(word.copy()), ("s", "z"))
+    mistakes = {
+        "keep 4 bits with & 15": word & 7,
+        "the zero is in the low bits, not in the high ones": word >> 28,
+    }
+    compare("zero z", got_z, z, mistakes)
+    mistakes = {
+        "this is the integer: read its bits as float32 with .view": word - z,
+        "clear the low 4 bits before you read the float": word.view(np.float32),
+    }
+    compare("scale s", got_s, s, mistakes, rtol=1e-9)
+
+
+def check_scale_offset(f):
+    """f(t, s, S) -> (t // 4) 4 S + 4 s + t mod 4."""
+    S = 5
+    t, s = np.divmod(np.arange(12 * S), S)
+    expected = t // 4 * 4 * S + 4 * s + t % 4
+    mistakes = {
+        "this is the order without interleaving": t * S + s,
+        "t // 4 is rounded down before it is multiplied": t * S + 4 * s + t % 4,
+        "four tokens have 4 S scales": t // 4 * S + 4 * s + t % 4,
+        "within four tokens, the token changes fastest: 4 s + t mod 4": t // 4 * 4 * S
+        + t % 4 * S
+        + s,
+    }
+    compare("places of the scales of 12 tokens", f(t, s, S), expected, mistakes)

@@ -77,7 +77,7 @@ def _decode_row(q, cache, b, keep, scale, causal, softcap, sink_logits):
         stop = start + k.shape[1]
         seen = np.ascontiguousarray(keep[..., start:stop])
         attend_tile(q, k, v, seen, float(scale), float(softcap or 0), m, l, o)
-        start = 0
+        start = stop
     return Partial(m, l, o).out.astype(np.float32)
 
 

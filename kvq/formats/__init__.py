@@ -1,13 +1,15 @@
 """Cache formats of other systems, byte for byte: one module per system.
 
 Every format has a name, "system:format", the version whose bytes it writes, and
-`encode(x) -> bytes`, `decode(bytes, shape) -> float32`, `nbytes(shape)`.
+`encode(x) -> bytes`, `decode(bytes, shape) -> float32`, `nbytes(shape)`. vLLM's slots
+hold keys and values in one record: `encode(k, v)` and a pair out of `decode`. The
+methods of papers that have no byte format are in the `research` modules.
 """
 
 from importlib import import_module
 
 # In the order of the generated table.
-SYSTEMS = ("ggml", "vllm", "tensorrt_llm", "huggingface", "minifloat", "research")
+SYSTEMS = ("ggml", "vllm", "tensorrt_llm", "huggingface", "minifloat")
 
 
 def all_formats():

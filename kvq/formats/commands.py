@@ -36,39 +36,40 @@ def add_convert(commands):
         help="the bundled sample (default), or a .npz or .safetensors file",
     )
     p.add_argument("--layer", type=int, help="layer of the data")
-    p.add_argument("--tensor", choices=("k", "v"), default="k", help="keys or values")
     p.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the last format's bytes go"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the last format's bytes go: k, then v",
     )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=convert)
 
 
 def convert(options):
-    """Store a tensor in each format in turn; print the error that each one adds."""
+    """Store keys and values in each format in turn; print the error that each adds."""
     from kvq.cli import load_sample, print_json, table
     from kvq.formats.convert import convert as through
 
     sample = load_sample(options)
-    x = getattr(sample, options.tensor)
-    rows, data = through(x, options.names)
+    rows, data = through(sample.k, sample.v, options.names)
     if options.out is not None:
-        _write(options.out, data)
+        _write(options.out, b"".join(data))
     if options.json:
         print_json(rows)
         return
-    print(f"{sample.name}, {options.tensor} {x.shape}: squared error / signal")
+    print(f"{sample.name}: squared error / signal of this step, and of all so far")
+    errors = ("k_step", "k_total", "v_step", "v_total")
     lines = [
         [
             row["format"],
             f"{row['bytes']:,}",
             f"{row['bits']:.3f}",
-            f"{row['step_nmse']:.3g}",
-            f"{row['total_nmse']:.3g}",
+            *(f"{row[e]:.3g}" for e in errors),
         ]
         for row in rows
     ]
-    titles = ["format", "bytes", "bits/number", "this step", "all steps"]
+    titles = ["format", "bytes", "bits/number", "k step", "k all", "v step", "v all"]
     print(*table([titles, *lines]), sep="\n")
 
 

@@ -2,57 +2,65 @@
 
 import numpy as np
 
-from kvq.formats import find_format
+from kvq.formats import all_formats, find_format
+from kvq.formats.base import Format
 from kvq.metrics import nmse
 
 
-def convert(x, names):
-    """Store x in each format in turn, every one reading what the one before wrote.
+def convert(k, v, names):
+    """Store k and v in each format in turn, each reading what the one before wrote.
 
-    x : float (..., T, D). names : formats, in order; at least one.
-    Returns (rows, data): one dict per step and the bytes of the last format. In a
-    row: `format`, `bytes`, `bits` per number, `step_nmse` (against what the step was
-    given) and `total_nmse` (against x).
+    k, v : float (H_kv, T, D) and (H_kv, T, D_v). names : formats, in order.
+    Returns (rows, data): one dict per step, and what the last format stores (the
+    bytes of k and of v, or of both in one piece). In a row: `format`, `bytes`, `bits`
+    per number, `k_step` and `v_step`, squared error over signal against what the step
+    was given, and `k_total` and `v_total`, against k and v.
     Raises ValueError for an unknown format or a shape that one cannot hold.
     """
     if not names:
         raise ValueError("no format to convert to")
-    rows, data = [], b""
-    original = current = np.asarray(x, np.float32)
+    original = [np.asarray(x, np.float32) for x in (k, v)]
+    given, rows, data = original, [], []
     for name in names:
-        kind = find_format(name)
-        data = kind.encode(current)
-        decoded = kind.decode(data, original.shape)
-        rows.append(
-            {
-                "format": name,
-                "bytes": len(data),
-                "bits": 8 * len(data) / original.size,
-                "step_nmse": nmse(current, decoded),
-                "total_nmse": nmse(original, decoded),
-            }
-        )
-        current = decoded
+        data, read = _through(find_format(name), *given)
+        size = sum(map(len, data))
+        row = {"format": name, "bytes": size}
+        row["bits"] = 8 * size / sum(x.size for x in original)
+        for side, first, before, after in zip("kv", original, given, read, strict=True):
+            row[f"{side}_step"] = nmse(before, after)
+            row[f"{side}_total"] = nmse(first, after)
+        rows.append(row)
+        given = read
     return rows, data
+
+
+def _through(kind, k, v):
+    """([bytes, ...], [k, v] as they are read back)."""
+    if isinstance(kind, Format):
+        data = [kind.encode(x) for x in (k, v)]
+        return data, [
+            kind.decode(d, x.shape) for d, x in zip(data, (k, v), strict=True)
+        ]
+    data = kind.encode(k, v)
+    return [data], list(kind.decode(data, k.shape, v.shape[-1]))
 
 
 def table():
     """What every format is: one dict of strings per format, in words.
 
-    The same facts that the documentation prints; `bits per number` is that of a head
-    of 128 channels and 128 tokens.
+    The same facts that the documentation prints; `bits per number` is that of 128
+    tokens of a head of 128 channels.
     """
-    from kvq.formats import all_formats
-
     rows = []
     for name, kind in all_formats().items():
-        facts = vars(kind.facts)
+        bits = kind.bits_per_element((1, 128, 128))
+        facts = {k: str(v) for k, v in vars(kind.facts).items()}
         rows.append(
             {
                 "format": name,
                 "version": kind.version,
-                "bits per number": f"{kind.bits_per_element((1, 128, 128)):g}",
-                **{k: str(v) for k, v in facts.items()},
+                "bits per number": f"{bits:g}",
+                **facts,
             }
         )
     return rows

@@ -115,6 +115,11 @@ class GroupedFormat(Format):
         if type(self.group) is not int or self.group < 1:
             raise ValueError(f"{self.name}: group={self.group!r}; valid: integers >= 1")
 
+    @property
+    def largest(self):
+        """The largest number of `dtype`, float32."""
+        return f32(DTYPES[self.dtype][1])
+
     def nbytes(self, shape):
         self.check_shape(shape)
         self.check_layout(shape)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvq.dtypes import DTYPES, as_float_array
+from kvq.dtypes import as_float_array
 from kvq.formats.base import Facts, Format
 from kvq.formats.grouped import (
     GroupedFormat,
@@ -175,7 +175,7 @@ class Hqq(RowPacked):
         width = m.max(axis=along, keepdims=True) - low
         s = reciprocal_times(M, width)
         s = np.where(width <= f32(1e-4), f32(1), np.minimum(s, f32(2e4)))
-        top = f32(DTYPES[self.dtype][1] - 2 * (M + 1))
+        top = self.largest - f32(2 * (M + 1))
         with np.errstate(divide="ignore", over="ignore"):
             s = np.minimum(s, top / np.abs(low))
         return s, -low * s

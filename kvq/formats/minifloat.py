@@ -311,7 +311,7 @@ class Nvfp4(Format):
 
 
 # --- the table ------------------------------------------------------------------------
-_MX_SOURCE = "OCP Microscaling Formats v1.0, section 5"
+_MX_SOURCE = "OCP Microscaling Formats v1.0"
 _ORDER = "values; the order of bytes is ours"
 
 

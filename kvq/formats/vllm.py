@@ -2,7 +2,8 @@
 
 A vLLM cache is paged. What `encode` gives are the slots of `vllm_slots` in the order
 of the tokens (for nvfp4: the pages of `vllm_nvfp4`); `vllm_blocks` puts slots into
-blocks. Keys are stored after RoPE, and there is no window of full precision.
+blocks. Keys are stored after RoPE, and no token is kept in full precision. (On dense
+models TurboQuant leaves the two first and the two last layers as they are.)
 
 The scales of fp8 and nvfp4 are numbers of the checkpoint, given to `fp8` and `nvfp4`.
 The entries of `FORMATS` have 1, which vLLM takes where a checkpoint has none.
@@ -35,11 +36,12 @@ LAYER = "a layer's K, or V"
 TOKEN_HEAD = "D channels of a (token, head)"
 EXACT = "decode exact; encode up to reciprocal ties"
 ROTATED = "decode exact; encode as the float32 path"
+HALF_AWAY = "trunc(v + 0.5 sign(v))"
 OPS = "vllm/v1/attention/ops/"
 
 
-def _facts(bits, group, scale, rounding, exact, source, zero="none"):
-    return Facts(bits, group, scale, zero, rounding, "none", exact, source)
+def _facts(bits, group, scale, rounding, exact, source, zero="none", window="none"):
+    return Facts(bits, group, scale, zero, rounding, window, exact, source)
 
 
 def _slots(name, facts, key, value, **options):
@@ -146,7 +148,7 @@ def _int4_per_token_head():
         group=TOKEN_HEAD,
         scale="float32 in the slot",
         zero="0..15 in the low 4 bits of the scale",
-        rounding="half-away",
+        rounding=HALF_AWAY,
         exact=ROTATED,
         source=OPS + "int4_per_token_head.py",
     )
@@ -163,6 +165,7 @@ def _turboquant(name, key_bits, value_bits):
         zero="V float16 minimum",
         rounding=f"K {'half-even' if raw else 'nearest level, ties up'}; "
         "V trunc(v + 0.5)",
+        window="two first, two last layers",
         exact=ROTATED,
         source=OPS + "triton_turboquant_store.py",
     )
@@ -203,7 +206,7 @@ FORMATS = {
     for f in (
         fp8("e4m3", k_scale=1, v_scale=1),
         fp8("e5m2", k_scale=1, v_scale=1),
-        _per_token_head("int8_per_token_head", Int8PerTokenHead(), "half-away", _INT8),
+        _per_token_head("int8_per_token_head", Int8PerTokenHead(), HALF_AWAY, _INT8),
         _per_token_head("fp8_per_token_head", Fp8PerTokenHead(), "half-even", _FP8),
         _int4_per_token_head(),
         _turboquant("k8v4", 8, 4),

@@ -8,9 +8,10 @@ A block's hash covers its parent's hash, so that equal hashes mean equal prefixe
     hash_i = sha256(encode(hash_{i-1}, tokens_i, extra_i))
 
 The salt of a request is an extra key of its first block and thereby isolates every
-later one. With `sha256_cbor` the hashes equal vLLM's. With `sha256`, vLLM's default,
-they equal those of a vLLM on a Python whose pickles are the same (protocol 5: 3.8 to
-3.14). xxhash is not offered: vLLM seeds it at random.
+later one. With `sha256_cbor` the hashes equal vLLM's, whoever computes them. With
+`sha256`, vLLM's default, they equal vLLM's where both Pythons pickle alike (highest
+protocol 5). xxhash is not offered (vLLM seeds it at random), nor are the keys of
+prompt embeddings.
 
 Source: vllm/v1/core/kv_cache_utils.py, vllm/utils/hashing.py, RFC #42082.
 """

@@ -49,14 +49,20 @@ def _arrays(layer, chunks, first_query, dtype):
     return {f"{name}_{layer}": cast(x, dtype) for name, x in whole.items()}
 
 
-def save(path, arrays):
-    """Write arrays to a .npz or .safetensors file, which appears complete or not at all.
-
-    Raises ValueError for another kind of file.
-    """
+def check_kind(path):
+    """`path` as a Path, if it names a kind of file that `save` writes."""
     path = Path(path)
     if path.suffix not in KINDS:
         raise ValueError(f"{path}: unknown kind of file; valid: {', '.join(KINDS)}")
+    return path
+
+
+def save(path, arrays):
+    """Write arrays to a .npz or .safetensors file: it appears complete, or not at all.
+
+    Raises ValueError for another kind of file.
+    """
+    path = check_kind(path)
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     try:
         if path.suffix == ".npz":

@@ -312,8 +312,11 @@ def load(path):
     file = GGUFFile(path)
     c = read_config(file)
     E = (c.vocab, c.width)
-    shapes = {f"blk.{i}.{n}.weight": s for i in range(c.layers)
-              for n, s in weight_shapes(c).items()}
+    shapes = {
+        f"blk.{i}.{n}.weight": s
+        for i in range(c.layers)
+        for n, s in weight_shapes(c).items()
+    }
     shapes |= {"token_embd.weight": E, "output_norm.weight": (c.width,)}
     unknown = file.names - set(shapes) - {"output.weight"}
     if unknown:

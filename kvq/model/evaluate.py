@@ -245,9 +245,3 @@ def _resume(out, setup):
                 "give another file, or remove it"
             )
     return rows
-
-
-# --- texts ----------------------------------------------------------------------------
-def bundled_tokens():
-    """16,384 SmolLM2 token ids of *Persuasion*, int32; see data/austen_tokens.md."""
-    return np.load(files("kvq") / "data" / "austen_tokens.npy").astype(np.int32)

