@@ -607,7 +607,7 @@ def check_binding_bits(f):
 
 # --- formats of other systems ---------------------------------------------------------
 def check_read_q4_0(f):
-    """f(block of 18 bytes) -> 32 numbers d (code - 8): float16 d, code j low, j + 16."""
+    """f(block of 18 bytes) -> 32 numbers d (code - 8): codes j and j + 16 in byte j."""
     codes = np.array([(7 * j + 3) % 16 for j in range(32)])
     packed = (codes[:16] | codes[16:] << 4).astype(np.uint8)
     d = np.array([-0.375], "<f2")

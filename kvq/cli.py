@@ -1,4 +1,7 @@
-"""The `kvq` command: plan, study, presets, lessons, doctor.
+"""The `kvq` command: its grammar, and plan, study, presets, lessons, doctor.
+
+The commands on formats and models are beside what they run, in `formats.commands` and
+`model.commands`.
 
 Results go to stdout, everything else to stderr. Exit codes: 0; 2 with one line for
 wrong input; 130 after Ctrl-C. Heavy imports happen inside the commands.
@@ -160,7 +163,7 @@ def add_plan(commands):
         type=names,
         default=names(DEFAULT_POLICIES),
         metavar="A,B,...",
-        help=f"presets (default: {DEFAULT_POLICIES})",
+        help=f"presets or formats such as ggml:q8_0 (default: {DEFAULT_POLICIES})",
     )
     where = p.add_argument_group("the device")
     where.add_argument("--device", metavar="NAME", help="such as A100-80GB")
@@ -260,29 +263,38 @@ def _device(options):
 
 
 def _plan_rows(shape, device, weights, options):
+    from kvq.formats.plan import format_plan
     from kvq.memory import bits_per_element, bytes_per_token, cache_bytes
     from kvq.roofline import max_speedup
     from kvq.roofline import plan as plan_rows
 
     T, B = options.tokens, options.batch
-    if device is None:
-        return [
-            {
-                "policy": name,
-                "bits_per_element": bits_per_element(name, shape),
-                "bytes_per_token": bytes_per_token(name, shape),
-                "cache_bytes": cache_bytes(name, shape, tokens=T, batch=B),
-                "max_speedup": max_speedup(name, shape),
-            }
-            for name in options.policies
-        ]
-    if weights is None:
+    if device is not None and weights is None:
         raise UsageError(
             "how large are the weights? give --weights or --params (0 plans for the "
             "cache alone)"
         )
-    rows = plan_rows(shape, device, options.policies, T, B, weights, options.reserve)
-    if device.bandwidth == math.inf:  # times would be times of no device
+    rows = []
+    for name in options.policies:
+        if ":" in name:  # another system's own format
+            rows.append(
+                format_plan(name, shape, device, T, B, weights, options.reserve)
+            )
+        elif device is None:
+            rows.append(
+                {
+                    "policy": name,
+                    "bits_per_element": bits_per_element(name, shape),
+                    "bytes_per_token": bytes_per_token(name, shape),
+                    "cache_bytes": cache_bytes(name, shape, tokens=T, batch=B),
+                    "max_speedup": max_speedup(name, shape),
+                }
+            )
+        else:
+            rows += plan_rows(shape, device, [name], T, B, weights, options.reserve)
+    if (
+        device is not None and device.bandwidth == math.inf
+    ):  # times would be times of no device
         for row in rows:
             del row["attention_seconds"], row["limit"], row["step_seconds"]
     return rows
@@ -350,6 +362,8 @@ def _coarse_keys(name):
     """Are keys stored per token, unrotated, in 4 bits or fewer?"""
     from kvq.scheme import policy
 
+    if ":" in name:
+        return False
     key = policy(name).key
     return key.per == "token" and key.transform is None and key.bits <= 4
 
@@ -672,7 +686,19 @@ def parser():
     p = Parser(prog="kvq", description="KV-cache quantization: plan, study, learn.")
     p.add_argument("--version", action="version", version=f"kvq {__version__}")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_plan, add_study, add_presets, add_lessons, add_doctor):
+    from kvq.formats.commands import add_convert, add_formats
+    from kvq.model.commands import add_commands
+
+    for add in (
+        add_plan,
+        add_study,
+        add_presets,
+        add_formats,
+        add_convert,
+        add_commands,
+        add_lessons,
+        add_doctor,
+    ):
         add(commands)
     return p
 

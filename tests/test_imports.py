@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,16 @@ def test_the_simulator_is_not_a_gpu(tmp_path):
     available, what = eval(status)
     assert not available
     assert "a simulator, not a GPU" in what
+
+
+def test_every_package_of_the_checkout_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = project["tool"]["setuptools"]["packages"]
+    folders = [
+        p.parent
+        for top in ("kvq", "kernels")
+        for p in ROOT.glob(f"{top}/**/__init__.py")
+    ]
+    names = [".".join(f.relative_to(ROOT).parts) for f in folders]
+    wanted = [n if n.startswith("kvq") else f"kvq.{n}" for n in names]
+    assert sorted(listed) == sorted(wanted)

@@ -3,7 +3,7 @@ r"""Methods of papers, each measured beside the others on one sample.
 A method that is a setting of our vocabulary is a `Policy` in SETTINGS. KIVI and FlexGen
 also have bytes of their own: the formats in FORMATS. The others are short classes:
 
-    research_rotation.py    QJL, TurboQuant (both forms), PolarQuant (recursive)
+    research_rotation.py    QJL, TurboQuant (both forms), PolarQuant (angles)
     research_outliers.py    KVQuant, GEAR, PolarQuant (RoPE pairs)
 
 `measure(sample)` stores keys and values of a sample with each of them.
@@ -242,33 +242,21 @@ def measure(sample, rope_base=ROPE_BASE):
     KVQuant's codebooks are fitted to the first half of the tokens, with the
     sensitivity of the attention output in place of the model's Fisher information.
 
-    sample : a `Sample` with queries, keys after RoPE of `rope_base`. A method whose
-    groups or pairs do not fit its shape raises ValueError.
+    sample : a `Sample` with queries, keys after RoPE of `rope_base`, 2 tokens or more.
+    Raises ValueError without queries, or where D is no multiple of 16 or no power of
+    two, which some of the methods need.
     """
     if sample.q is None:
         raise ValueError(f"{sample.name} has no queries; measure needs q (H_q, T_q, D)")
-    rows = [_setting(sample, name) for name in SETTINGS]
-    return rows + [_row(sample, *entry) for entry in _methods(sample, rope_base)]
-
-
-def _setting(sample, name):
-    policy, source = SETTINGS[name]
-    key, value = (
-        quantize(x, scheme)
-        for x, scheme in ((sample.k, policy.key), (sample.v, policy.value))
-    )
-    stored = [(qt.bits_per_element, qt.dequantize()) for qt in (key, value)]
-    return _errors(sample, name, source, *stored)
-
-
-def _row(sample, name, source, key, value):
-    """key, value : functions of a tensor, giving (bits per number, x_hat)."""
-    return _errors(sample, name, source, key(sample.k), value(sample.v))
-
-
-def _errors(sample, name, source, key, value):
-    (bits_key, k_hat), (bits_value, v_hat) = key, value
     o = attention(sample.q, sample.k, sample.v, causal=True)
+    methods = *_settings(), *_kvquant(sample, rope_base), *_methods()
+    return [_row(sample, o, *method) for method in methods]
+
+
+def _row(sample, o, name, source, store_key, store_value):
+    """store_key, store_value : functions x -> (bits per number, x_hat)."""
+    bits_key, k_hat = store_key(sample.k)
+    bits_value, v_hat = store_value(sample.v)
     o_hat = attention(sample.q, k_hat, v_hat, causal=True)
     return {
         "method": name,
@@ -281,10 +269,13 @@ def _errors(sample, name, source, key, value):
     }
 
 
-def _through(method):
-    """x -> (bits per number, x_hat) of a method."""
+def _by(method):
+    """x -> (bits per number, x_hat), by a Scheme or a Method."""
 
     def store(x):
+        if isinstance(method, Scheme):
+            qt = quantize(x, method)
+            return qt.bits_per_element, qt.dequantize()
         stored = method.encode(x)
         return stored_bits(stored, x.size), method.decode(stored, x.shape)
 
@@ -293,48 +284,49 @@ def _through(method):
 
 def _before_rope(method, base):
     """The same for keys that are stored before RoPE and turned when they are read."""
-    store = _through(method)
 
-    def around(k):
-        bits, k_hat = store(before_rope(k, base))
+    def store(k):
+        bits, k_hat = _by(method)(before_rope(k, base))
         return bits, rope(k_hat, np.arange(k.shape[-2]), base)
 
-    return around
+    return store
 
 
-def _methods(sample, rope_base):
-    """(name, source, key, value) of every method that is a class."""
-    yield from _kvquant(sample, rope_base)
-    value2 = _through(Gear(Scheme(2, "token", 32, "asymmetric"), 0, 0))
-    for m in (256, 512):
-        source = "QJL, arXiv 2406.03482; values 2 bits, groups of 32"
-        yield f"qjl-m{m}", source, _through(Qjl(m)), value2
-    for bits in (2, 3, 4):
-        source = "TurboQuant, arXiv 2504.19874"
-        mse, product = TurboQuant(bits), TurboQuantProduct(bits)
-        yield f"turboquant-{bits} mse", source, *[_through(mse)] * 2
-        yield f"turboquant-{bits} product", source, _through(product), _through(mse)
-    source = "PolarQuant, arXiv 2502.02617"
-    yield "polarquant (recursive)", source, *[_through(PolarAngles())] * 2
-    source = "PolarQuant, arXiv 2502.00527; values as kivi-4"
-    value4 = _through(Gear(Scheme(4, "token", 32, "asymmetric"), 0, 0))
-    yield "polarquant (pairs)", source, _through(PolarPairs()), value4
-    for bits in (2, 4):
-        key = Gear(Scheme(bits, "channel", 32, "asymmetric"))
-        value = Gear(Scheme(bits, "token", 32, "asymmetric"))
-        source = "GEAR, arXiv 2403.05527, on KIVI's groups"
-        yield f"gear-{bits}", source, _through(key), _through(value)
+def _settings():
+    for name, (policy, source) in SETTINGS.items():
+        yield name, source, _by(policy.key), _by(policy.value)
 
 
 def _kvquant(sample, rope_base):
-    half = sample.k.shape[1] // 2
+    """Without and with outliers, codebooks fitted to the first half of the tokens."""
+    source = "KVQuant, arXiv 2401.18079; keys before RoPE"
+    n = sample.k.shape[1] // 2
     F_k, F_v = sensitivity(sample)
     F_k = mean_over_rope_pairs(F_k)
     k = before_rope(sample.k, rope_base)
-    source = "KVQuant, arXiv 2401.18079; keys before RoPE"
     for bits in (2, 3, 4):
-        for outliers in (0, 0.01):
-            key = Nuq.fit(k[:, :half], F_k[:, :half], bits, "channel", outliers)
-            value = Nuq.fit(sample.v[:, :half], F_v[:, :half], bits, "token", outliers)
+        for outliers in (0.0, 0.01):
+            key = Nuq.fit(k[:, :n], F_k[:, :n], bits, "channel", outliers)
+            value = Nuq.fit(sample.v[:, :n], F_v[:, :n], bits, "token", outliers)
             name = f"kvquant-nuq{bits}" + (" 1%" if outliers else "")
-            yield name, source, _before_rope(key, rope_base), _through(value)
+            yield name, source, _before_rope(key, rope_base), _by(value)
+
+
+def _methods():
+    kivi = {bits: PRESETS[f"kivi-{bits}"] for bits in (2, 4)}
+    for m in (256, 512):
+        source = "QJL, arXiv 2406.03482; values as kivi-2"
+        yield f"qjl-m{m}", source, _by(Qjl(m)), _by(kivi[2].value)
+    for bits in (2, 3, 4):
+        source = "TurboQuant, arXiv 2504.19874"
+        mse, product = _by(TurboQuant(bits)), _by(TurboQuantProduct(bits))
+        yield f"turboquant-{bits} mse", source, mse, mse
+        yield f"turboquant-{bits} product", source + "; values mse", product, mse
+    polar = _by(PolarAngles())
+    yield "polarquant (angles)", "PolarQuant, arXiv 2502.02617", polar, polar
+    source = "PolarQuant, arXiv 2502.00527; values as kivi-4"
+    yield "polarquant (pairs)", source, _by(PolarPairs()), _by(kivi[4].value)
+    for bits, policy in kivi.items():
+        source = "GEAR, arXiv 2403.05527, on KIVI's groups"
+        key, value = Gear(policy.key), Gear(policy.value)
+        yield f"gear-{bits}", source, _by(key), _by(value)

@@ -1,4 +1,4 @@
-r"""Papers that keep outliers apart or quantize what RoPE pairs: KVQuant, GEAR, PolarQuant.
+r"""Papers about outliers: KVQuant, GEAR, and the PolarQuant of RoPE pairs.
 
 Rows: a matrix of vectors, either the channels of a head (over its tokens) or the
 tokens (all of their heads together).
@@ -13,7 +13,7 @@ from kvq.formats.research_base import Method, as_heads, nearest
 from kvq.packing import pack, unpack
 from kvq.quantizer import reduce_groups, spread_groups
 from kvq.scheme import Scheme
-from kvq.tensor import quantize
+from kvq.tensor import QuantizedTensor, quantize
 
 f32 = np.float32
 
@@ -162,7 +162,7 @@ def sensitivity(sample):
     sample : a `Sample` with queries. Returns float64, the shapes of k and v.
     """
     q, k, v = (np.asarray(a, np.float64) for a in (sample.q, sample.k, sample.v))
-    H_kv, T, D = k.shape
+    H_kv, _, D = k.shape
     p2 = attention_weights(q, k, causal=True) ** 2
     o = attention(q, k, v, causal=True)
     # ||v_j - o_i||^2 = ||v_j||^2 - 2 o_i v_j + ||o_i||^2, heads of queries in groups.
@@ -214,8 +214,6 @@ class Gear(Method):
         return stored | {"positions": positions, "values": values}
 
     def decode(self, stored, shape):
-        from kvq.tensor import QuantizedTensor
-
         parts = (stored.get(name) for name in ("codes", "scale", "zero"))
         x = QuantizedTensor(self.scheme, shape, *parts).dequantize()
         x = x + stored["A"].astype(f32) @ stored["B"].astype(f32).swapaxes(1, 2)

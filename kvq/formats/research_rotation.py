@@ -78,7 +78,7 @@ def sphere_codebook(D, bits):
 
 
 def unit(x):
-    """(x / ||x||, ||x||) along the last axis, (..., 1) kept; a zero vector stays zero."""
+    """x / ||x|| (0 where x is 0) and ||x|| (..., 1), along the last axis."""
     norm = np.linalg.norm(x, axis=-1, keepdims=True)
     return x / np.where(norm == 0, f32(1), norm), norm
 
@@ -227,7 +227,7 @@ class PolarAngles(Method):
         return stored | {"radius": r.astype(np.float16)}
 
     def _angles(self, r):
-        """(angle in [0, 2 pi), radius) of neighbouring numbers: (n, m) -> (n, m / 2)."""
+        """(angle in [0, 2 pi), radius) of neighbours: (n, m) -> (n, m / 2) each."""
         even, odd = r[:, 0::2], r[:, 1::2]
         return np.arctan2(odd, even) % f32(2 * np.pi), np.hypot(even, odd)
 

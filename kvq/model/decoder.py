@@ -228,7 +228,7 @@ class Decoder:
         tokens, c = np.asarray(tokens), self.config
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
             raise ValueError(
-                f"tokens {tokens.shape} of {tokens.dtype}; expected one or more integers"
+                f"tokens {tokens.shape} of {tokens.dtype}; expected t >= 1 integers"
             )
         bad = tokens[(tokens < 0) | (tokens >= c.vocab)]
         if bad.size:

@@ -12,8 +12,8 @@ a cache of the policy. The text is cut into windows of tokens, each with a cache
 own; the first positions of a window have little to look back at and are not scored.
 
 Keys and values enter the cache as float16, are packed into `QuantizedTensor`s and read
-back. Each query sees the cache as it is when its token is the newest (`kvq.model.attend`
-says how), so a residual window counts as it does while a text is being generated.
+back. Each query sees the cache as it is when its token is the newest: a residual window
+counts as it does while a text is being generated (`kvq.model.attend` says how).
 Positions are treated as independent in the standard error; neighbours are not quite, so
 it is a little too small.
 """
@@ -22,7 +22,6 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,7 @@ class Protocol:
     def __post_init__(self):
         if not 0 <= self.start < self.window - 1:
             raise ValueError(
-                f"start={self.start}, window={self.window}; valid: 0 <= start < window-1"
+                f"start={self.start}, window={self.window}; valid: 0..window - 2"
             )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit!r}; valid: an integer >= 1 or None")

@@ -13,7 +13,7 @@ BUNDLED = ("gpt2", "smollm", 49152)  # kind, pre-tokenizer and words of the bund
 
 
 def bundled_tokens():
-    """16,384 token ids of Jane Austen's *Persuasion*, int32 (kvq/data/austen_tokens.md).
+    """16,384 token ids of *Persuasion*, int32; provenance: kvq/data/austen_tokens.md.
 
     They are SmolLM2's: for its vocabulary alone.
     """
@@ -37,7 +37,7 @@ def tokens_for(model_path, text=None, ids=None):
     words = file.shape("token_embd.weight")[0]
     if (*(file.get(key, None) for key in keys), words) != BUNDLED:
         raise file.error(
-            "has another vocabulary than the bundled ids; give text or ids"
+            "has another vocabulary than the bundled ids: give text or ids"
         )
     return bundled_tokens()
 

@@ -42,7 +42,7 @@ MODELS = {
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
-        about="SmolLM2-135M-Instruct, 4-bit weights (Q4_1): 30 layers, 3 KV heads of 64",
+        about="SmolLM2-135M-Instruct, Q4_1 weights: 30 layers, 3 KV heads of 64",
     ),
 }
 

@@ -41,7 +41,6 @@ import kvq
 from kvq import checks, metrics, plots
 from kvq.formats import (
     all_formats,
-    convert,
     find_format,
     ggml,
     huggingface,
@@ -124,7 +123,7 @@ for role, (color, hatch) in LOOKS.items():
 ax.set_yticks(range(len(LAYOUTS)), LAYOUTS)
 ax.invert_yaxis()
 ax.grid(False)
-ax.set(xlim=(0, 96), xlabel="byte", title="One key of 64 numbers")
+ax.set(xlim=(0, 105), xlabel="byte", title="One key of 64 numbers")
 ax.legend(loc="center right")
 plt.show()
 
@@ -412,9 +411,13 @@ print("\nto be read only:", ", ".join(read_only))
 MARKS = {"ggml": "o", "vllm": "s", "tensorrt_llm": "^", "hf": "D"}
 TEXTS = {"ggml": "llama.cpp", "hf": "Hugging Face", "tensorrt_llm": "TensorRT-LLM",
          "vllm": "vLLM"}  # fmt: skip
-LABELS = ("ggml:q4_0", "ggml:q8_0", "hf:quanto-int4-axis-1", "hf:quanto-int4-axis0",
-          "hf:quanto-int2-axis0", "vllm:int4_per_token_head", "tensorrt_llm:int8",
-          "vllm:turboquant_3bit_nc", "vllm:fp8_e4m3", "ggml:q5_1")  # fmt: skip
+LABELS = {
+    "K": ("ggml:q4_0", "ggml:q8_0", "ggml:q5_1", "hf:quanto-int4-axis-1",
+          "hf:quanto-int2-axis0", "tensorrt_llm:int8", "vllm:turboquant_3bit_nc",
+          "vllm:fp8_e4m3"),
+    "V": ("ggml:q8_0", "ggml:q5_1", "hf:quanto-int2-axis0", "tensorrt_llm:int8",
+          "vllm:turboquant_3bit_nc", "vllm:turboquant_k8v4", "vllm:fp8_e4m3"),
+}  # fmt: skip
 fig, axes = plt.subplots(1, 2, sharey=True, figsize=(13, 5.4))
 for ax, tensor, x in zip(axes, "KV", (K, V), strict=True):
     for name, r in table.items():
@@ -422,7 +425,8 @@ for ax, tensor, x in zip(axes, "KV", (K, V), strict=True):
         if system in MARKS and r["bits"] < 10:
             ax.plot(r["bits"], r[tensor], MARKS[system], color=plots.COLORS[tensor],
                     mfc="white", ms=7)  # fmt: skip
-        if name in LABELS:
+        if name in LABELS[tensor]:
+            short += ", scale 1" * (name == "tensorrt_llm:int8")
             ax.annotate(short, (r["bits"], r[tensor]), (6, 4), size=8,
                         textcoords="offset points")  # fmt: skip
     for per in ("token", "channel"):
@@ -441,11 +445,15 @@ axes[0].set_ylabel(plots.NMSE)
 plt.show()
 
 # %% [markdown]
-# The bits order the formats only roughly. At 4.5 bits, all of these are sold as
-# "4-bit":
+# The bits order the formats only roughly. These are the formats of the four systems
+# that store 4.5 bits per number here. All are sold as "4-bit":
 
 # %%
-at_4_5 = {name: r["K"] for name, r in table.items() if np.isclose(r["bits"], 4.5)}
+at_4_5 = {
+    name: r["K"]
+    for name, r in table.items()
+    if r["bits"] == 4.5 and name.partition(":")[0] in MARKS
+}
 for name, error in sorted(at_4_5.items(), key=lambda item: item[1]):
     print(f"{name:28} keys: squared error {error:.4f}")
 spread = max(at_4_5.values()) / min(at_4_5.values())
@@ -513,19 +521,28 @@ for text, found in (("as read", k), ("turned back", ggml.rotate(k, 64))):
 # A list met often names four systems. Here is what each of them really offers, in the
 # versions whose bytes this project reproduces.
 #
-# | often said | found | where |
-# |---|---|---|
-# | vLLM: INT8 KV cache | 0.33.0 has no plain `int8`. It has `int8_per_token_head` (a float32 scale per token and head), `fp8`, and a dozen more, down to 3 bits | `vllm/config/cache.py`, `CacheDType` |
-# | TensorRT-LLM: INT4 and INT8 | FP8, INT8 and NVFP4. There is no INT4 cache. INT8 is reached through engines; the PyTorch flow documents fp8 and nvfp4 | `tensorrt_llm/quantization/mode.py`, `KV_CACHE_QUANT_ALGO_LIST` |
-# | llama.cpp: various formats | f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl, for keys and values apart. Quantized values need flash attention | `common/arg.cpp`, `kv_cache_types` |
-# | Transformers: through BetterTransformer | `QuantizedCache` with quanto, HQQ or fp8. BetterTransformer called faster attention kernels and stored nothing differently | `transformers/cache_utils.py`; Optimum's documentation |
+# - **vLLM**, often said: INT8. Version 0.33.0 has no plain `int8`. It has
+#   `int8_per_token_head` with a float32 scale per token and head, `fp8`, and others
+#   down to 3 bits. (`vllm/config/cache.py`, `CacheDType`)
+# - **TensorRT-LLM**, often said: INT4 and INT8. It has FP8, INT8 and NVFP4, and no INT4
+#   cache. INT8 is reached through engines; the PyTorch flow documents fp8 and nvfp4.
+#   (`tensorrt_llm/quantization/mode.py`, `KV_CACHE_QUANT_ALGO_LIST`)
+# - **llama.cpp**, often said: various formats. They are f32, f16, bf16, q8_0, q5_1,
+#   q5_0, q4_1, q4_0 and iq4_nl, for keys and values apart; its mxfp4 and nvfp4 are
+#   types of weights. Quantized values need flash attention. (`common/arg.cpp`,
+#   `kv_cache_types`)
+# - **Transformers**, often said: through BetterTransformer. It is `QuantizedCache`,
+#   with quanto, HQQ or fp8 behind it. BetterTransformer called faster attention kernels
+#   and stored nothing differently. (`transformers/cache_utils.py`; the documentation of
+#   Optimum)
 #
-# Support is not the same for every part, either. Only vLLM and TensorRT-LLM share
-# quantized blocks between requests and keep tenants apart by a salt in the block's
-# hash. Only Hugging Face keeps a window in full precision, of up to 127 tokens, and it
-# quantizes the whole history again whenever the window is full (*The streaming cache*
-# shows what that does). vLLM has no scale per channel for keys. The table of this
-# project, generated from the code:
+# The parts around a format differ as well. vLLM and TensorRT-LLM share quantized blocks
+# between requests and keep tenants apart by a salt in the block's hash; llama.cpp can
+# put one cell into several sequences, without a salt. Hugging Face keeps a window of up
+# to 127 tokens in full precision and quantizes the whole history again whenever it is
+# full (*The streaming cache* shows what that can do); vLLM and llama.cpp keep none. And
+# none of the first three has a scale per channel for keys. Here is everything this
+# project reads or writes, with versions, from the code:
 
 # %%
 by_system = {}
@@ -584,8 +601,8 @@ assert spoiled[1] > 0.1
 # the step before has rounded. Errors of different steps have little to do with each
 # other, so their squares add:
 #
-# $$\frac{\lVert \hat{x}_n - x \rVert^2}{\lVert x \rVert^2} \approx
-# \sum_i \frac{\lVert \hat{x}_i - \hat{x}_{i-1} \rVert^2}{\lVert \hat{x}_{i-1} \rVert^2} .$$
+# $$\frac{\lVert \hat{x}_n - x \rVert^2}{\lVert x \rVert^2} \approx \sum_i
+# \frac{\lVert \hat{x}_i - \hat{x}_{i-1} \rVert^2}{\lVert \hat{x}_{i-1} \rVert^2} .$$
 #
 # **Predict.** 8 bits, 8 bits, 4 bits, 4 bits: which steps matter?
 
@@ -617,8 +634,8 @@ for name, (step, total), added in zip(names, rows, rows[:, 0].cumsum(), strict=T
 assert np.allclose(rows[:, 1], rows[:, 0].cumsum(), rtol=0.02)
 
 # %% [markdown]
-# The order does not help: a fine format after a coarse one keeps the coarse one's error.
-# `kvq convert ggml:q8_0 ggml:q4_0` prints such a table for your own data.
+# The order does not help: a fine format after a coarse one keeps the coarse one's
+# error. `kvq convert ggml:q8_0 ggml:q4_0` prints such a table for your own data.
 #
 # Going back and forth is different. The second time, numbers are already levels of the
 # other format, and errors are no longer independent:
@@ -691,5 +708,5 @@ assert len(at_4_5) >= 9
 #   `docs/source/features/kvcache.md`.
 # - Transformers 5.24.0: `transformers/cache_utils.py`; optimum-quanto 0.2.7; HQQ 0.2.8.
 # - Optimum, *BetterTransformer*: `huggingface.co/docs/optimum/bettertransformer`.
-# - Zandieh et al., *TurboQuant*, 2025, arXiv 2504.19874: behind vLLM's type of that name.
+# - Zandieh et al., *TurboQuant*, 2025, arXiv 2504.19874: vLLM's type of that name.
 # - *OCP Microscaling Formats (MX) Specification* v1.0, 2023.

@@ -1,0 +1,96 @@
+"""What a model's cache costs in another system's own format, pages included."""
+
+import math
+
+from kvq.formats import find_format
+from kvq.formats.base import Format
+from kvq.hardware import device as find_device
+from kvq.memory import cache_bytes, first, fits
+
+# Tokens that a system allocates together, its default: llama.cpp pads n_ctx, vLLM's
+# --block-size, TensorRT-LLM's tokens_per_block. The others grow by single tokens.
+PAGE = {"ggml": 256, "vllm": 16, "tensorrt_llm": 32}
+
+# Hugging Face keeps up to residual_length - 1 new tokens in full precision.
+RESIDUAL = {"hf": 127}
+
+
+# bytes(T) = B * sum over layers of nbytes(H, ceil(T / page) * page, D)  (+ residual)
+def format_cache_bytes(name, shape, *, tokens, batch=1, page=None, rows=2):
+    """Bytes of a cache of `batch` sequences of `tokens` tokens, at most.
+
+    name : a format, such as "vllm:int4_per_token_head". shape : a `ModelShape`.
+    page : tokens allocated together; None is the system's default.
+    rows : bytes of a number that a system keeps in full precision.
+    Raises ValueError for a format that cannot hold heads of this shape.
+    """
+    kind, system = find_format(name), name.partition(":")[0]
+    page = page or PAGE.get(system, 1)
+    total = 0
+    for layers, held in shape.held(tokens):
+        residual = min(held, RESIDUAL.get(system, 0))
+        stored = math.ceil((held - residual) / page) * page
+        full = residual * shape.kv_heads * sum(shape.widths) * rows
+        total += layers * (_layer_bytes(kind, shape, stored) + full)
+    return batch * total
+
+
+def _layer_bytes(kind, shape, tokens):
+    if tokens == 0:
+        return 0
+    H, widths = shape.kv_heads, shape.widths
+    if isinstance(kind, Format):
+        return sum(kind.nbytes((H, tokens, D)) for D in widths)
+    if shape.latent:
+        raise ValueError(f"{kind.name} stores keys and values; a latent has no values")
+    return kind.nbytes((H, tokens, widths[0]), widths[1])
+
+
+def format_plan(name, shape, device, tokens, batch=1, weight_bytes=0, reserve=0):
+    """What the format costs and allows on a device: a row as `roofline.plan` gives.
+
+    device=None : only what it costs. The time of a step is that of moving its bytes;
+    the instructions of other systems' kernels are not modelled.
+    """
+    nbytes = format_cache_bytes(name, shape, tokens=tokens, batch=batch)
+    long = 2**17  # tokens: pages and residual no longer count
+    slope = format_cache_bytes(name, shape, tokens=2 * long) - format_cache_bytes(
+        name, shape, tokens=long
+    )
+    fp16 = cache_bytes("fp16", shape, tokens=2 * long) - cache_bytes(
+        "fp16", shape, tokens=long
+    )
+    bits = 16 * slope / fp16 if fp16 else math.nan
+    row = {
+        "policy": name,
+        "bits_per_element": bits,
+        "bytes_per_token": slope / long,
+        "cache_bytes": nbytes,
+    }
+    if device is not None:
+        device = find_device(device)
+        budget = max(device.usable - weight_bytes - reserve, 0)
+        row |= {
+            "total_bytes": weight_bytes + nbytes + reserve,
+            "fits": fits(device, weight_bytes, nbytes, reserve),
+            "max_tokens": _max_tokens(name, shape, batch, budget),
+            "max_users": budget // format_cache_bytes(name, shape, tokens=tokens),
+        }
+    row["max_speedup"] = 16 / bits
+    if device is not None:
+        seconds = nbytes / device.bandwidth
+        row |= {
+            "attention_seconds": seconds,
+            "limit": "bandwidth",
+            "step_seconds": seconds + weight_bytes / device.bandwidth,
+        }
+    return row
+
+
+def _max_tokens(name, shape, batch, budget):
+    """The largest T that fits: bytes(T) never falls. None if every length does."""
+    limit = None if shape.growing_layers else shape.sliding_window
+    too_long = first(
+        lambda T: format_cache_bytes(name, shape, tokens=T, batch=batch) > budget, limit
+    )
+    return None if too_long is None else too_long - 1
