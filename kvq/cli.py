@@ -159,6 +159,19 @@ def add_plan(commands):
         "--batch", type=int, default=1, metavar="B", help="sequences (default: 1)"
     )
     load.add_argument(
+        "--prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all sequences have in common, stored once (default: 0)",
+    )
+    load.add_argument(
+        "--page",
+        type=int,
+        metavar="N",
+        help="tokens allocated together (default: the system's; 1 for presets)",
+    )
+    load.add_argument(
         "--policies",
         type=names,
         default=names(DEFAULT_POLICIES),
@@ -264,7 +277,7 @@ def _device(options):
 
 def _plan_rows(shape, device, weights, options):
     from kvq.formats.plan import format_plan
-    from kvq.memory import bits_per_element, bytes_per_token, cache_bytes
+    from kvq.memory import bits_per_element, bytes_per_token
     from kvq.roofline import max_speedup
     from kvq.roofline import plan as plan_rows
 
@@ -278,7 +291,17 @@ def _plan_rows(shape, device, weights, options):
     for name in options.policies:
         if ":" in name:  # another system's own format
             rows.append(
-                format_plan(name, shape, device, T, B, weights, options.reserve)
+                format_plan(
+                    name,
+                    shape,
+                    device,
+                    T,
+                    B,
+                    weights,
+                    options.reserve,
+                    prefix=options.prefix,
+                    page=options.page,
+                )
             )
         elif device is None:
             rows.append(
@@ -286,18 +309,37 @@ def _plan_rows(shape, device, weights, options):
                     "policy": name,
                     "bits_per_element": bits_per_element(name, shape),
                     "bytes_per_token": bytes_per_token(name, shape),
-                    "cache_bytes": cache_bytes(name, shape, tokens=T, batch=B),
+                    "cache_bytes": _cache_bytes(name, shape, options),
                     "max_speedup": max_speedup(name, shape),
                 }
             )
         else:
-            rows += plan_rows(shape, device, [name], T, B, weights, options.reserve)
+            rows += plan_rows(
+                shape,
+                device,
+                [name],
+                T,
+                B,
+                weights,
+                options.reserve,
+                prefix=options.prefix,
+                page=options.page or 1,
+            )
     if (
         device is not None and device.bandwidth == math.inf
     ):  # times would be times of no device
         for row in rows:
             del row["attention_seconds"], row["limit"], row["step_seconds"]
     return rows
+
+
+def _cache_bytes(name, shape, options):
+    """Bytes of all sequences, what they share counted once."""
+    from kvq.memory import cache_bytes, shared_bytes
+
+    T, B, page = options.tokens, options.batch, options.page or 1
+    shared = shared_bytes(name, shape, T, options.prefix, page)
+    return cache_bytes(name, shape, tokens=T, batch=B, page=page) - (B - 1) * shared
 
 
 def _plan_heading(shape, device, weights, options):
@@ -326,7 +368,8 @@ def _plan_heading(shape, device, weights, options):
 def _plan_titles(device):
     sizes = ["policy", "bits/number", "KiB/token", "cache"]
     fits = [] if device is None else ["total", "fits", "max tokens", "max users"]
-    return [*sizes, *fits, "speed-up <="]
+    known = device is not None and device.bandwidth < math.inf
+    return [*sizes, *fits, "speed-up <=", *(["limited by"] if known else [])]
 
 
 def _plan_cells(row):
@@ -346,7 +389,8 @@ def _plan_cells(row):
             "any" if longest is None else f"{longest:,}",
             f"{row['max_users']:,}",
         ]
-    return [*cells, f"{row['max_speedup']:.2f}x"]
+    cells.append(f"{row['max_speedup']:.2f}x")
+    return [*cells, row["limit"]] if "limit" in row else cells
 
 
 def _plan_advice(shape, options):

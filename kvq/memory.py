@@ -251,6 +251,24 @@ def _tensor_parts(scheme, split, H, D, row_itemsize, page):
     }
 
 
+# shared(T, P) = bytes of the quantized tokens of T that are in whole pages of P
+def shared_bytes(policy, shape, tokens, prefix, page=1):
+    """Bytes of a sequence of `tokens` tokens that others with its prefix can share.
+
+    prefix : tokens that the sequences have in common. Only whole pages of quantized
+        tokens are shared (`kvq.paging`): not the sinks, and not the window, which
+        each sequence keeps for itself. Layers that slide have moved on.
+    """
+    policy = stored_policy(policy, shape)
+    prefix = min(_integer("prefix", prefix, 0), tokens)
+    step = math.lcm(page, policy.block)
+    inside = min(policy.split(tokens)[1], max(prefix - policy.sinks, 0)) // step * step
+    return shape.growing_layers * sum(
+        scheme.nbytes(shape.kv_heads, inside, D)
+        for scheme, D in zip(policy.schemes, shape.widths, strict=True)
+    )
+
+
 # --- the long run ---------------------------------------------------------------------
 def _block(policy, shape):
     """(tokens, bytes) of one quantized block of one layer."""
@@ -322,11 +340,17 @@ def max_tokens(policy, budget_bytes, shape, batch=1, **options):
     return None if too_long is None else too_long - 1
 
 
-def max_batch(policy, budget_bytes, shape, tokens, **options):
-    """The most sequences that can all grow to `tokens` tokens within the budget."""
+# n * (peak(T) - shared) + shared <= budget
+def max_batch(policy, budget_bytes, shape, tokens, prefix=0, **options):
+    """The most sequences that can all grow to `tokens` tokens within the budget.
+
+    prefix : tokens that they have in common, stored once (`shared_bytes`).
+    """
     _check_budget(budget_bytes)
     _integer("tokens", tokens, 1)
-    return int(budget_bytes // peak_bytes(policy, shape, tokens, **options))
+    shared = shared_bytes(policy, shape, tokens, prefix, options.get("page", 1))
+    own = peak_bytes(policy, shape, tokens, **options) - shared
+    return max(int((budget_bytes - shared) // own), 0)
 
 
 def first(condition, limit=None):

@@ -19,6 +19,7 @@ from kvq.memory import (
     max_batch,
     max_tokens,
     peak_bytes,
+    shared_bytes,
     stored_policy,
 )
 from kvq.scheme import policy as find_policy
@@ -140,14 +141,28 @@ def crossover_tokens(policy, shape, device, overhead, batch=1, *, bandwidth=None
     return first(saves_enough, None if shape.growing_layers else shape.sliding_window)
 
 
-def plan(shape, device, policies, tokens, batch=1, weight_bytes=None, reserve=0):
+def plan(
+    shape,
+    device,
+    policies,
+    tokens,
+    batch=1,
+    weight_bytes=None,
+    reserve=0,
+    *,
+    prefix=0,
+    page=1,
+):
     """What each policy costs and allows on one device: a list of dicts, one a policy.
 
     shape : a ModelShape (`shape.shard(n)` for one of n tensor-parallel ranks).
     weight_bytes : None is 2 bytes for each of `shape.weight_params`.
     reserve : bytes kept free for activations and whatever shares the device.
+    prefix : tokens that the sequences have in common and store once, in whole pages.
+    page : quantized tokens that are allocated together.
 
     policy : its name.            bits_per_element, bytes_per_token : in the long run.
+    page_bytes : of one page of every layer, 0 for page=1.
     cache_bytes : of `batch` sequences of `tokens` tokens.
     total_bytes : with weights and reserve.
     fits : whether they can grow that long within the device's usable memory.
@@ -164,19 +179,24 @@ def plan(shape, device, policies, tokens, batch=1, weight_bytes=None, reserve=0)
     budget = max(device.usable - weight_bytes - reserve, 0)
     rows = []
     for policy in map(find_policy, policies):
-        nbytes = cache_bytes(policy, shape, tokens=tokens, batch=batch)
-        peak = peak_bytes(policy, shape, tokens, batch)
+        twice = (batch - 1) * shared_bytes(policy, shape, tokens, prefix, page)
+        nbytes = cache_bytes(policy, shape, tokens=tokens, batch=batch, page=page)
+        peak = peak_bytes(policy, shape, tokens, batch, page=page) - twice
+        nbytes -= twice
         step = decode_time(policy, shape, device, tokens, batch)
         rows.append(
             {
                 "policy": policy.name or "unnamed",
                 "bits_per_element": bits_per_element(policy, shape),
                 "bytes_per_token": bytes_per_token(policy, shape),
+                "page_bytes": int(bytes_per_token(policy, shape) * page) * (page > 1),
                 "cache_bytes": nbytes,
                 "total_bytes": weight_bytes + nbytes + reserve,
                 "fits": fits(device, weight_bytes, peak, reserve),
-                "max_tokens": max_tokens(policy, budget, shape, batch),
-                "max_users": max_batch(policy, budget, shape, tokens),
+                "max_tokens": max_tokens(policy, budget, shape, batch, page=page),
+                "max_users": max_batch(
+                    policy, budget, shape, tokens, prefix, page=page
+                ),
                 "max_speedup": max_speedup(policy, shape),
                 "attention_seconds": step["seconds"],
                 "limit": step["limit"],

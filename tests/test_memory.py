@@ -20,6 +20,7 @@ from kvq.memory import (
     max_batch,
     max_tokens,
     peak_bytes,
+    shared_bytes,
 )
 from kvq.scheme import PRESETS, Policy, Scheme
 
@@ -676,3 +677,27 @@ def test_files_that_are_no_config(tmp_path, text, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         ModelShape.from_config(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize(("page", "inside"), [(1, 96), (64, 64), (32, 96)])
+def test_a_prefix_is_shared_in_whole_pages_of_quantized_tokens(page, inside):
+    shape = ModelShape(layers=3, kv_heads=2, head_dim=64)
+    key, value = PRESETS["kivi-4"].schemes
+    expected = 3 * (key.nbytes(2, inside, 64) + value.nbytes(2, inside, 64))
+    assert shared_bytes("kivi-4", shape, 400, prefix=100, page=page) == expected
+    # The window of 128 keeps the rest: 200 tokens have 64 quantized ones.
+    assert shared_bytes("kivi-4", shape, 200, prefix=200, page=page) == 3 * (
+        key.nbytes(2, 64, 64) + value.nbytes(2, 64, 64)
+    )
+
+
+def test_users_with_a_prefix_pay_for_it_once():
+    shape = ModelShape(layers=3, kv_heads=2, head_dim=64)
+    one = cache_bytes("int4-token-g64", shape, tokens=100)
+    shared = shared_bytes("int4-token-g64", shape, 100, prefix=80)
+    assert 0 < shared < one
+    for users in (1, 2, 7):
+        budget = shared + users * (one - shared)
+        assert max_batch("int4-token-g64", budget, shape, 100, prefix=80) == users
+        assert max_batch("int4-token-g64", budget - 1, shape, 100, prefix=80) < users
+    assert max_batch("int4-token-g64", 7 * one, shape, 100) == 7

@@ -5,11 +5,13 @@ import math
 from kvq.formats import find_format
 from kvq.formats.base import Format
 from kvq.hardware import device as find_device
-from kvq.memory import cache_bytes, first, fits
+from kvq.memory import bytes_per_token, first, fits
 
 # Tokens that a system allocates together, its default: llama.cpp pads n_ctx, vLLM's
 # --block-size, TensorRT-LLM's tokens_per_block. The others grow by single tokens.
 PAGE = {"ggml": 256, "vllm": 16, "tensorrt_llm": 32}
+
+LONG = 2**17  # tokens, so many that pages and residual no longer count
 
 # Hugging Face keeps up to residual_length - 1 new tokens in full precision.
 RESIDUAL = {"hf": 127}
@@ -46,39 +48,51 @@ def _layer_bytes(kind, shape, tokens):
     return kind.nbytes((H, tokens, widths[0]), widths[1])
 
 
-def format_plan(name, shape, device, tokens, batch=1, weight_bytes=0, reserve=0):
+def format_plan(
+    name,
+    shape,
+    device,
+    tokens,
+    batch=1,
+    weight_bytes=0,
+    reserve=0,
+    *,
+    prefix=0,
+    page=None,
+):
     """What the format costs and allows on a device: a row as `roofline.plan` gives.
 
-    device=None : only what it costs. The time of a step is that of moving its bytes;
-    the instructions of other systems' kernels are not modelled.
+    device=None : only what it costs. prefix : tokens that the sequences have in common
+    and store once, in whole pages. The time of a step is that of moving its bytes; the
+    instructions of other systems' kernels are not modelled.
     """
-    nbytes = format_cache_bytes(name, shape, tokens=tokens, batch=batch)
-    long = 2**17  # tokens: pages and residual no longer count
-    slope = format_cache_bytes(name, shape, tokens=2 * long) - format_cache_bytes(
-        name, shape, tokens=long
-    )
-    fp16 = cache_bytes("fp16", shape, tokens=2 * long) - cache_bytes(
-        "fp16", shape, tokens=long
-    )
-    bits = 16 * slope / fp16 if fp16 else math.nan
+    page = page or PAGE.get(name.partition(":")[0], 1)
+
+    def nbytes(T, B=1):
+        return format_cache_bytes(name, shape, tokens=T, batch=B, page=page)
+
+    one, slope = nbytes(tokens), (nbytes(2 * LONG) - nbytes(LONG)) / LONG
+    bits = 16 * slope / bytes_per_token("fp16", shape) if slope else math.nan
+    shared = _shared_bytes(name, shape, min(prefix, tokens) // page * page)
     row = {
         "policy": name,
         "bits_per_element": bits,
-        "bytes_per_token": slope / long,
-        "cache_bytes": nbytes,
+        "bytes_per_token": slope,
+        "page_bytes": nbytes(page) * (page > 1),
+        "cache_bytes": batch * one - (batch - 1) * shared,
     }
     if device is not None:
         device = find_device(device)
         budget = max(device.usable - weight_bytes - reserve, 0)
         row |= {
-            "total_bytes": weight_bytes + nbytes + reserve,
-            "fits": fits(device, weight_bytes, nbytes, reserve),
-            "max_tokens": _max_tokens(name, shape, batch, budget),
-            "max_users": budget // format_cache_bytes(name, shape, tokens=tokens),
+            "total_bytes": weight_bytes + row["cache_bytes"] + reserve,
+            "fits": fits(device, weight_bytes, row["cache_bytes"], reserve),
+            "max_tokens": _max_tokens(nbytes, shape, batch, budget),
+            "max_users": max(int((budget - shared) // (one - shared)), 0),
         }
     row["max_speedup"] = 16 / bits
     if device is not None:
-        seconds = nbytes / device.bandwidth
+        seconds = batch * one / device.bandwidth  # shared pages are read by everyone
         row |= {
             "attention_seconds": seconds,
             "limit": "bandwidth",
@@ -87,10 +101,15 @@ def format_plan(name, shape, device, tokens, batch=1, weight_bytes=0, reserve=0)
     return row
 
 
-def _max_tokens(name, shape, batch, budget):
+def _shared_bytes(name, shape, tokens):
+    """Bytes of whole pages in the layers that grow; those that slide have moved on."""
+    if not tokens or not shape.growing_layers:
+        return 0
+    return shape.growing_layers * _layer_bytes(find_format(name), shape, tokens)
+
+
+def _max_tokens(nbytes, shape, batch, budget):
     """The largest T that fits: bytes(T) never falls. None if every length does."""
     limit = None if shape.growing_layers else shape.sliding_window
-    too_long = first(
-        lambda T: format_cache_bytes(name, shape, tokens=T, batch=batch) > budget, limit
-    )
+    too_long = first(lambda T: nbytes(T, batch) > budget, limit)
     return None if too_long is None else too_long - 1

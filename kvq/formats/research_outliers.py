@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvq.attention import attention, attention_weights
+from kvq.dtypes import cast
 from kvq.formats.research_base import Method, as_heads, nearest
 from kvq.packing import pack, unpack
 from kvq.quantizer import reduce_groups, spread_groups
@@ -39,8 +40,8 @@ def split_outliers(rows, fraction):
     """The numbers farthest from their row's mean, and the rows without them.
 
     Their places hold the mean of the rest. Returns (rest, positions, values): float32
-    (n, m), uint16 (n, k) and float16 (n, k), k = round(fraction m). A value that
-    float16 cannot hold is refused with a ValueError.
+    (n, m), uint16 (n, k) and float16 (n, k), k = round(fraction m). Raises ValueError
+    for rows of more than 65,536 numbers.
     """
     k = round(fraction * rows.shape[1])
     if rows.shape[1] > 2**16:
@@ -48,13 +49,11 @@ def split_outliers(rows, fraction):
     distance = np.abs(rows - rows.mean(axis=1, keepdims=True))
     at = np.sort(np.argpartition(-distance, k, axis=1)[:, :k], axis=1)
     values = np.take_along_axis(rows, at, axis=1)
-    if np.abs(values).max(initial=0) > 65504:
-        raise ValueError("an outlier does not fit float16")
     rest = rows.copy()
     np.put_along_axis(rest, at, 0, axis=1)
     mean = rest.sum(axis=1, keepdims=True) / f32(rows.shape[1] - k)
     np.put_along_axis(rest, at, mean, axis=1)
-    return rest, at.astype(np.uint16), values.astype(np.float16)
+    return rest, at.astype(np.uint16), cast(values, "float16")
 
 
 def put_outliers(rows, positions, values):
@@ -93,7 +92,9 @@ class Nuq(Method):
         rows = to_rows(as_heads(x), per)
         rest, positions, _ = split_outliers(rows, outliers)
         y, low, high = _to_unit_range(rest)
-        F = to_rows(np.asarray(sensitivity, np.float64), per) * np.square(high - low)
+        F = to_rows(np.asarray(sensitivity, np.float64), per) * np.square(
+            high.astype(np.float64) - low
+        )
         np.put_along_axis(F, positions.astype(np.intp), 0, axis=1)
         levels = weighted_kmeans(y.ravel(), F.ravel(), 2**bits)
         return cls(levels.astype(f32), per, outliers)
@@ -109,7 +110,7 @@ class Nuq(Method):
         )
         y, low, high = _to_unit_range(rows)
         stored = {"codes": pack(nearest(y, self.levels), self.bits)}
-        stored |= {"low": low.astype(np.float16), "high": high.astype(np.float16)}
+        stored |= {"low": low, "high": high}
         if self.outliers:
             stored |= {"positions": positions, "values": values}
         return stored
@@ -125,9 +126,14 @@ class Nuq(Method):
 
 
 def _to_unit_range(rows):
-    """(y in [-1, 1], min, max) of each row; y is -1 in a constant row."""
-    low, high = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
-    width = np.where(high == low, f32(1), high - low)
+    """(y in [-1, 1], min, max) of each row, the latter two as stored: float16.
+
+    y is near -1 in a constant row, and up to a rounding of min and max outside.
+    """
+    low = cast(rows.min(axis=1, keepdims=True), "float16")
+    high = cast(rows.max(axis=1, keepdims=True), "float16")
+    width = high.astype(f32) - low
+    width = np.where(width == 0, f32(1), width)
     return 2 * (rows - low) / width - 1, low, high
 
 
@@ -210,7 +216,7 @@ class Gear(Method):
         A, B = low_rank(rest - qt.dequantize(), self.rank, self.iterations)
         stored = {name: getattr(qt, name) for name in ("codes", "scale", "zero")}
         stored = {name: a for name, a in stored.items() if a is not None}
-        stored |= {"A": A.astype(np.float16), "B": B.astype(np.float16)}
+        stored |= {"A": cast(A, "float16"), "B": cast(B, "float16")}
         return stored | {"positions": positions, "values": values}
 
     def decode(self, stored, shape):
@@ -272,7 +278,7 @@ class PolarPairs(Method):
         group = (1, self.group, 1)
         low = reduce_groups(np.minimum, y, group)
         step = (reduce_groups(np.maximum, y, group) - low) / f32(steps)
-        low, step = low.astype(np.float16), step.astype(np.float16)
+        low, step = cast(low, "float16"), cast(step, "float16")
         s = np.where(step == 0, f32(1), step.astype(f32))
         codes = rounding((y - self._spread(low, y.shape)) / self._spread(s, y.shape))
         return np.clip(codes, 0, largest), low, step

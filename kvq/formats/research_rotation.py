@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from kvq.dtypes import cast
 from kvq.formats.research_base import Method, as_heads, nearest
 from kvq.packing import pack, unpack
 
@@ -109,7 +110,7 @@ class Qjl(Method):
         S = gaussian_matrix(self.m, x.shape[-1], self.seed)
         signs = (x @ S.T >= 0).astype(np.uint8)
         norm = np.linalg.norm(x, axis=-1)
-        return {"signs": pack(signs, 1), "norm": norm.astype(np.float16)}
+        return {"signs": pack(signs, 1), "norm": cast(norm, "float16")}
 
     def decode(self, stored, shape):
         S = gaussian_matrix(self.m, shape[-1], self.seed)
@@ -157,12 +158,15 @@ class TurboQuant(Method):
     bits: int = 4
     seed: int = 0
 
+    def __post_init__(self):
+        _check_bits(self.bits, 1)
+
     def encode(self, x):
         y, norm = unit(as_heads(x))
         D = y.shape[-1]
         levels, _ = sphere_codebook(D, self.bits)
         codes = nearest(y @ random_rotation(D, self.seed).T, levels)
-        return {"codes": pack(codes, self.bits), "norm": norm.astype(np.float16)}
+        return {"codes": pack(codes, self.bits), "norm": cast(norm, "float16")}
 
     def decode(self, stored, shape):
         D = shape[-1]
@@ -184,6 +188,9 @@ class TurboQuantProduct(Method):
     bits: int = 4
     seed: int = 0
 
+    def __post_init__(self):
+        _check_bits(self.bits, 2)  # one for the signs, one for the levels
+
     def encode(self, x):
         x = as_heads(x)
         mse, sketch = self._parts(x.shape[-1])
@@ -198,6 +205,11 @@ class TurboQuantProduct(Method):
 
     def _parts(self, D):
         return TurboQuant(self.bits - 1, self.seed), Qjl(D, self.seed + 1)
+
+
+def _check_bits(bits, low):
+    if type(bits) is not int or not low <= bits <= 8:
+        raise ValueError(f"bits={bits!r}; valid: {low}..8")
 
 
 # --- PolarQuant, recursive ------------------------------------------------------------
@@ -224,7 +236,7 @@ class PolarAngles(Method):
         for level, bits in enumerate(self.angle_bits, 1):
             a, r = self._angles(r)
             stored[f"angles {level}"] = pack(nearest(a, self._levels(level)), bits, 0)
-        return stored | {"radius": r.astype(np.float16)}
+        return stored | {"radius": cast(r, "float16")}
 
     def _angles(self, r):
         """(angle in [0, 2 pi), radius) of neighbours: (n, m) -> (n, m / 2) each."""

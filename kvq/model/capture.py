@@ -70,7 +70,10 @@ def save(path, arrays):
         else:
             from safetensors.numpy import save_file
 
-            save_file(arrays, temporary)
+            # It writes memory as it lies, whatever the strides.
+            save_file(
+                {name: np.ascontiguousarray(x) for name, x in arrays.items()}, temporary
+            )
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

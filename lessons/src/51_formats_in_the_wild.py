@@ -45,8 +45,10 @@ from kvq.formats import (
     ggml,
     huggingface,
     llama_state,
+    research,
     tensorrt_llm,
 )
+from kvq.formats.base import Format
 from kvq.formats.grouped import pack_rows
 from kvq.formats.minifloat import calibrated_scale
 from kvq.formats.vllm_rotated import octave_pack
@@ -70,7 +72,7 @@ print(f"{sample.name}: keys and values ({H_kv}, {T}, {D})")
 def encode_keys(name, k):
     """The bytes of k alone (..., T, D). vLLM stores K and V of a token together."""
     kind = find_format(name)
-    if not name.startswith("vllm:"):
+    if isinstance(kind, Format):
         return kind.encode(k)
     D = k.shape[-1]
     codes, scales = kind.key.encode(k.reshape(-1, D))
@@ -371,21 +373,21 @@ for text, reader in (("as written", kind), ("scales taken in order", in_order)):
 # Now all formats, on one layer of real keys and values. "Bits" counts everything that
 # is stored per number. The last column is the relative error of the attention output
 # when keys and values are both stored. Formats that need a scale from outside have 1
-# here, as without calibration.
+# here, as without calibration. (KIVI's two formats are for keys and for values apart.)
 
 
 # %%
 def stored(name, k, v):
     """(bytes, k_hat, v_hat), or None where a format can only be read."""
     kind = find_format(name)
+    if not isinstance(kind, Format):
+        data = kind.encode(k, v)
+        return len(data), *kind.decode(data, k.shape)
     try:
-        if name.startswith("vllm:"):
-            data = kind.encode(k, v)
-            return len(data), *kind.decode(data, k.shape)
         pair = kind.encode(k), kind.encode(v)
-        return sum(map(len, pair)), *(kind.decode(data, k.shape) for data in pair)
-    except (TypeError, ValueError):
+    except ValueError:
         return None
+    return sum(map(len, pair)), *(kind.decode(data, k.shape) for data in pair)
 
 
 table, read_only = {}, []
@@ -412,7 +414,7 @@ MARKS = {"ggml": "o", "vllm": "s", "tensorrt_llm": "^", "hf": "D"}
 TEXTS = {"ggml": "llama.cpp", "hf": "Hugging Face", "tensorrt_llm": "TensorRT-LLM",
          "vllm": "vLLM"}  # fmt: skip
 LABELS = {
-    "K": ("ggml:q4_0", "ggml:q8_0", "ggml:q5_1", "hf:quanto-int4-axis-1",
+    "K": ("ggml:q4_0", "ggml:q8_0", "hf:quanto-int4-axis-1",
           "hf:quanto-int2-axis0", "tensorrt_llm:int8", "vllm:turboquant_3bit_nc",
           "vllm:fp8_e4m3"),
     "V": ("ggml:q8_0", "ggml:q5_1", "hf:quanto-int2-axis0", "tensorrt_llm:int8",
@@ -481,6 +483,31 @@ assert scales[0] > 0
 assert scales[1] == 0
 
 # %% [markdown]
+# ## Methods of papers
+#
+# Not everything has bytes in a system. `kvq.formats.research` holds methods of papers:
+# some are settings of a scheme, some short classes. The same layer again, all tokens
+# quantized, without the windows that some of the papers add.
+
+# %%
+rows = research.measure(sample)
+print(f"{'':24} bits K   bits V   keys      values    output")
+for r in sorted(rows, key=lambda r: r["bits_key"] + r["bits_value"]):
+    print(f"{r['method']:24} {r['bits_key']:6.2f} {r['bits_value']:8.2f}", end="")
+    print(f"   {r['nmse_key']:.1e} {r['nmse_value']:9.1e} {r['output_error']:8.1%}")
+papers = {r["method"]: r for r in rows}
+assert papers["kvquant-nuq4"]["nmse_key"] < at_4_5["ggml:q4_0"]
+assert (
+    papers["turboquant-4 product"]["nmse_key"] > papers["turboquant-4 mse"]["nmse_key"]
+)
+
+# %% [markdown]
+# Two results go against expectation and stay. QJL and TurboQuant's product form
+# estimate scores *without bias*, and pay with variance: at equal bits their squared
+# error is much larger than that of the plain forms, and so is the error of the output.
+# vLLM left that part out of its TurboQuant. And a low-rank part with outliers (GEAR)
+# costs more bits here than it saves error.
+#
 # ## llama.cpp rotates
 #
 # Since spring 2026, llama.cpp multiplies keys, queries and values by a Hadamard matrix
@@ -611,9 +638,9 @@ assert spoiled[1] > 0.1
 def decoded(name, k):
     """k as it comes back from a format (vLLM's take K and V at once)."""
     kind = find_format(name)
-    if name.startswith("vllm:"):
-        return kind.decode(kind.encode(k, k), k.shape)[0]
-    return kind.decode(kind.encode(k), k.shape)
+    if isinstance(kind, Format):
+        return kind.decode(kind.encode(k), k.shape)
+    return kind.decode(kind.encode(k, k), k.shape)[0]
 
 
 def chain(names, x):

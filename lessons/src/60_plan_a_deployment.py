@@ -33,6 +33,7 @@
 # or bounded, nothing is timed.
 
 # %%
+from dataclasses import replace
 from importlib.resources import files
 
 import matplotlib.pyplot as plt
@@ -40,7 +41,7 @@ import numpy as np
 
 import kvq
 from kvq import checks, memory, metrics, plots, roofline
-from kvq.formats import find_format
+from kvq.formats.plan import format_cache_bytes
 from kvq.hardware import GIB, device
 from kvq.samples import real_kv
 
@@ -315,35 +316,23 @@ assert equal["deepseek-v3"] > 50 * equal["llama-3.1-8b"]
 #
 # What a server really allocates has that server's scales and that server's padding:
 # llama.cpp rounds the context up to 256 tokens, vLLM and TensorRT-LLM to whole blocks
-# of 16 and 32, Hugging Face keeps up to 127 tokens in 16 bits, and vLLM's TurboQuant
-# leaves the first two and the last two layers alone. Here are 5,000 tokens of
-# Llama-3.1-8B. (The lesson *Formats in the wild* opens the bytes.)
-
+# of 16 and 32, and Hugging Face keeps up to 127 tokens in 16 bits. Here are 5,000
+# tokens of Llama-3.1-8B. (The lesson *Formats in the wild* opens the bytes.)
 
 # %%
-def system_bytes(name, s, tokens, pad=1, window=0, plain_layers=0):
-    """Bytes of a cache in a system's format, padding and unquantized parts included."""
-    quantized = -(-(tokens - window) // pad) * pad
-    kind = find_format(name)
-    tensors = 1 if name.startswith("vllm:") else 2  # vLLM's records hold K and V
-    layer = tensors * kind.nbytes((s.kv_heads, quantized, s.head_dim))
-    row = 2 * s.kv_heads * s.head_dim * 2  # of a token and layer, 16 bits
-    stored = (s.layers - plain_layers) * (layer + window * row)
-    return stored + plain_layers * (quantized + window) * row
-
-
 s, T = shapes["llama-3.1-8b"], 5000
-for name, options in (
-    ("ggml:q8_0", {"pad": 256}),
-    ("ggml:q4_0", {"pad": 256}),
-    ("vllm:int8_per_token_head", {"pad": 16}),
-    ("vllm:int4_per_token_head", {"pad": 16}),
-    ("vllm:turboquant_4bit_nc", {"pad": 16, "plain_layers": 4}),
-    ("tensorrt_llm:fp8", {"pad": 32}),
-    ("tensorrt_llm:nvfp4", {"pad": 32}),
-    ("hf:quanto-int4-axis0", {"window": 127}),
-):
-    size = system_bytes(name, s, T, **options)
+sizes = {
+    name: format_cache_bytes(name, s, tokens=T)
+    for name in ("ggml:q8_0", "ggml:q4_0", "vllm:int8_per_token_head",
+                 "vllm:int4_per_token_head", "tensorrt_llm:fp8", "tensorrt_llm:nvfp4",
+                 "hf:quanto-int4-axis0")
+}  # fmt: skip
+# vLLM leaves the first two and the last two layers of such a model unquantized.
+name = "vllm:turboquant_4bit_nc"
+inner, outer = replace(s, layers=s.layers - 4), replace(s, layers=4)
+sizes[name] = format_cache_bytes(name, inner, tokens=T)
+sizes[name] += format_cache_bytes("ggml:f16", outer, tokens=T, page=16)
+for name, size in sizes.items():
     print(f"{name:26} {size / 2**20:7.1f} MiB, {8 * size / s.numbers(T):6.3f}", end="")
     print(f" bits per number, {kvq.cache_bytes('fp16', s, tokens=T) / size:.2f} times")
 
@@ -353,10 +342,16 @@ for name, options in (
 # numbers in 16, and a scale per 128 numbers.
 
 # %%
-record = find_format("vllm:fp8_ds_mla").nbytes((1, 576))
-print(f"deepseek-v3: {record} bytes per token and layer instead of {576 * 2}", end="")
-print(f", {576 * 2 / record:.2f} times smaller, not 2")
-assert record == 656
+s = shapes["deepseek-v3"]
+full, record = (
+    format_cache_bytes(name, s, tokens=4096) / (4096 * s.layers)
+    for name in ("ggml:f16", "vllm:fp8_ds_mla")
+)
+print(
+    f"deepseek-v3: {record:.0f} bytes per token and layer instead of {full:.0f}", end=""
+)
+print(f", {full / record:.2f} times smaller, not 2")
+assert (full, record) == (1152, 656)
 
 # %% [markdown]
 # ## Sharing a prefix

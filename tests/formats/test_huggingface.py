@@ -15,6 +15,7 @@ from kvq.dtypes import cast
 from kvq.formats.grouped import pack_rows, rounded, unpack_rows
 from kvq.formats.huggingface import FORMATS, RequantizingCache, with_dtype
 from kvq.metrics import nmse
+from kvq.samples import real_kv
 from kvq.scheme import Policy, Scheme
 from kvq.tensor import quantize
 
@@ -338,6 +339,18 @@ def test_requantization_of_unchanged_groups_hardly_drifts():
     x = np.random.default_rng(1).standard_normal((2, 128, 64)).astype(np.float16)
     once, often = drift("hf:quanto-int4-axis0", x)
     assert often == pytest.approx(once, rel=0.01)
+
+
+def test_strided_groups_drift_on_real_keys():
+    k = real_kv().k
+    cache = RequantizingCache(FORMATS["hf:hqq-int4-axis0"], residual_length=64)
+    errors = []
+    for start in range(0, 512, 64):
+        cache.update(k[:, start : start + 64])
+        errors.append(nmse(k[:, :64], cache.history()[:, :64]))
+    assert cache.flushes == 8
+    assert np.all(np.diff(errors) > 0.7 * errors[0])  # every flush adds an error
+    assert errors[-1] > 6 * errors[0]
 
 
 def test_kvcache_quantizes_once():

@@ -105,7 +105,8 @@ def test_a_format_stores_the_levels_of_its_scheme(name):
     qt = quantize(x, replace(form.scheme, scale_dtype="float32"))
     different = np.abs(x_hat - qt.dequantize()) > 1e-4
     assert different.mean() < 1e-3  # a code moves where x lies between two levels
-    assert form.bits_per_element(x.shape) == form.scheme.bits_per_element(96, 64)
+    bits = FORMATS[name].bits_per_element(x.shape)
+    assert bits == form.scheme.bits_per_element(96, 64)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -275,6 +276,15 @@ def test_zeros_and_scales_pass_through(method):
     np.testing.assert_allclose(larger, 64 * x_hat, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("method", "bits", "valid"),
+    [(TurboQuant, 0, "1..8"), (TurboQuantProduct, 1, "2..8")],
+)
+def test_impossible_bits(method, bits, valid):
+    with pytest.raises(ValueError, match=f"bits={bits}; valid: {valid}"):
+        method(bits)
+
+
 # --- PolarQuant -----------------------------------------------------------------------
 def test_polar_angles_store_3_875_bits():
     x = uneven((2, 37, 32))
@@ -294,8 +304,8 @@ def test_polar_angles_need_no_scale_and_ignore_outliers():
 
 def test_more_angle_bits_give_x_back():
     x = normal(2, 5, 32)
-    method = PolarAngles(angle_bits=(8, 8, 8, 8))
-    assert nmse(x, method.decode(method.encode(x), x.shape)) < 2e-4
+    method = PolarAngles(angle_bits=(6, 5, 5, 5))
+    assert nmse(x, method.decode(method.encode(x), x.shape)) < 2e-3
 
 
 def test_polar_pairs_err_by_half_a_step_of_each():
@@ -362,7 +372,7 @@ def test_outliers_come_back_and_are_counted(per):
     dense, sparse = (m.decode(m.encode(x), x.shape) for m in methods)
     assert sparse[0, 17, 3] == 100
     assert sparse[1, 60, 29] == -100
-    assert nmse(x, sparse) < nmse(x, dense) / 4
+    assert nmse(x, sparse) < nmse(x, dense) / 1.5
     rows, n = (60, 200) if per == "channel" else (200, 60)
     more = methods[1].bits_per_element(x) - methods[0].bits_per_element(x)
     assert more == pytest.approx(32 * round(0.02 * n) / n)
@@ -402,11 +412,18 @@ def test_rope_keeps_the_mean_sensitivity_of_a_pair():
     assert mean_over_rope_pairs(F_k)[0, 5, 4] == pytest.approx(0, abs=1e-5)
 
 
-def test_an_outlier_must_fit_float16():
+def test_an_outlier_beyond_float16_saturates():
     x = normal(1, 100, 4)
     x[0, 3, 1] = 1e5
-    with pytest.raises(ValueError, match="an outlier does not fit float16"):
-        Nuq.fit(x, np.ones(x.shape), 2, "channel", 0.02)
+    method = Nuq.fit(x, np.ones(x.shape), 2, "channel", 0.02)
+    assert method.decode(method.encode(x), x.shape)[0, 3, 1] == 65504
+
+
+def test_a_constant_row_comes_back():
+    x = uneven((2, 40, 5))  # channel 3 is constant
+    method = Nuq.fit(x, np.ones(x.shape), 2, "channel")
+    x_hat = method.decode(method.encode(x), x.shape)
+    np.testing.assert_array_equal(x_hat[0, :, 3], x[0, :, 3])
 
 
 # --- GEAR -----------------------------------------------------------------------------
