@@ -18,6 +18,7 @@ from pathlib import Path
 
 DEFAULT_POLICIES = "fp16,int8-token,int4-token-g64,int4-channel-g32,kivi-4,kivi-2"
 EXTRAS = dict.fromkeys(("joblib", "matplotlib", "safetensors", "tqdm"), "[study]")
+EXTRAS |= dict.fromkeys(("gguf", "tokenizers"), "[model]")
 
 
 class UsageError(ValueError):

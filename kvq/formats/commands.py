@@ -7,7 +7,9 @@ from pathlib import Path
 
 def add_formats(commands):
     p = commands.add_parser("formats", help="the cache formats of other systems")
-    p.add_argument("--json", action="store_true", help="print JSON")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON")
+    how.add_argument("--markdown", action="store_true", help="print kvq/formats/README")
     p.set_defaults(run=formats)
 
 
@@ -19,6 +21,11 @@ def formats(options):
     rows = rows_of_all()
     if options.json:
         print_json(rows)
+        return
+    if options.markdown:
+        from kvq.formats.convert import markdown
+
+        print(markdown(), end="")
         return
     titles = ["format", "bits per number", "group", "zero", "rounding", "window"]
     lines = [titles, *([row[t] for t in titles] for row in rows)]

@@ -64,3 +64,39 @@ def table():
             }
         )
     return rows
+
+
+PAGE = """# Cache formats of other systems
+
+{count} formats, byte for byte. `kvq formats --markdown` writes this page from the code;
+a test compares them. What the columns mean:
+
+- **bits**: stored bits per number, everything counted, for 128 tokens of a head of 128
+  channels.
+- **exact**: what "the same bytes" can mean, and what was compared.
+- **version**: the upstream version whose bytes these are. Formats move: check it before
+  you rely on a row.
+
+No GPU kernel's output was compared here; rows marked "ties" may differ from a GPU in a
+code where a number lies exactly between two levels.
+
+{table}
+"""
+COLUMNS = (
+    *("format", "bits", "scale shared by", "scale", "zero", "rounding"),
+    *("full precision", "exact", "version"),
+)
+_SAME = {
+    "bits": "bits per number",
+    "scale shared by": "group",
+    "full precision": "window",
+}
+
+
+def markdown():
+    """The page kvq/formats/README.md."""
+    rows = table()
+    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines += [[row[_SAME.get(c, c)] for c in COLUMNS] for row in rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return PAGE.format(count=len(rows), table=text)

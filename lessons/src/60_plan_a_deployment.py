@@ -383,13 +383,8 @@ checks.check_users_sharing(users_sharing)
 # a 4-bit cache, and what do both give?
 
 # %%
-s, free, block = (
-    shapes["llama-3.1-8b"],
-    budget("A100-40GB", weights["llama-3.1-8b"]),
-    16,
-)
-prefix = 6000 // block * block
-own = -(-(8000 - prefix) // block) * block
+name, page, prefix, own = "llama-3.1-8b", 16, 6000, 2000  # tokens: whole blocks of 16
+s, free = shapes[name], budget("A100-40GB", weights[name])
 count = {}
 for policy in ("fp16", "int4-token-g64"):
     c = memory.bytes_per_token(policy, s)
@@ -398,11 +393,14 @@ for policy in ("fp16", "int4-token-g64"):
 base = count["fp16", "own copies"]
 for (policy, how), n in count.items():
     print(f"{policy:15} {how:11} {n:4.0f} users, {n / base:5.2f} times")
+    common = prefix if how == "shared" else 0
+    planned = memory.max_batch(policy, free, s, prefix + own, common, page=page)
+    assert n == planned
 
 # %% [markdown]
 # The two multiply, and a little more than that: the one copy of the prefix weighs less
 # against the budget when it is small. (Whole users blur the factors: 4.25 bits are 3.76
-# times fewer.) Sharing asks for the same model, the same format
+# times fewer.) The planner's `max_batch` counts the same. Sharing asks for the same model, the same format
 # and the same owner; it changes no number. Quantization changes numbers.
 #
 # ## Several GPUs
