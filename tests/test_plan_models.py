@@ -11,6 +11,8 @@ from itertools import pairwise
 import pytest
 
 from kvq.formats import find_format
+from kvq.formats.base import Format
+from kvq.formats.research import FORMATS
 from kvq.hardware import device
 from kvq.memory import (
     ModelShape,
@@ -209,20 +211,30 @@ SIZES = {
     "vllm:octave_k3v4": 256,
     "vllm:octave_k3v3": 224,
     "vllm:octave_k3v3_compact": 200,
+    "tensorrt_llm:int8": 512,
+    "tensorrt_llm:fp8": 512,
+    "tensorrt_llm:nvfp4": 288,
+    "hf:quanto-int4-axis0": 288,
+    "hf:quanto-int4-axis-1": 288,
+    "hf:quanto-int2-axis0": 160,
+    "hf:hqq-int4-axis0": 288,
+    "hf:hqq-int2-axis1": 160,
     "ocp:mxfp4": 272,
+    "kivi:key-4": 320,
+    "kivi:value-2": 192,
+    "flexgen:int4": 288,
 }
 
 
 def layer_bytes(fmt, shape):
     """Bytes of K and V of one layer; vLLM's formats store both at once."""
-    both = fmt.name.startswith("vllm:")
-    return fmt.nbytes(shape) * (1 if both else 2)
+    return fmt.nbytes(shape) * (2 if isinstance(fmt, Format) else 1)
 
 
 @pytest.mark.parametrize(("name", "mib"), SIZES.items())
 def test_mib_of_8192_tokens(name, mib):
     model = shape_of("llama-3.1-8b")
-    fmt = find_format(name)
+    fmt = FORMATS.get(name) or find_format(name)
     shape = (model.kv_heads, 8192, model.head_dim)
     assert model.layers * layer_bytes(fmt, shape) == mib * MIB
     numbers = model.numbers(8192)

@@ -43,13 +43,20 @@ def test_the_finding_is_in_the_data():
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "kernels/README.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "kernels/README.md", "kvq/formats/README.md"],
 )
 def test_links_lead_to_files(document):
     path = ROOT / document
     links = re.findall(r"\]\(([^)#]+?)\)", path.read_text(encoding="utf-8"))
     local = [link for link in links if not link.startswith("http")]
     assert [x for x in local if not (path.parent / x).exists()] == []
+
+
+def test_the_number_of_formats_is_right():
+    from kvq.formats import all_formats
+
+    assert int(re.search(r"# (\d+) cache formats", README)[1]) == len(all_formats())
 
 
 def test_every_lesson_is_in_the_table():
@@ -64,7 +71,7 @@ def test_the_commands_of_the_readme_exist(capsys):
     from kvq.cli import main
 
     lines = re.findall(r"^kvq (.+?)(?:  #.*)?$", README, re.M)
-    assert len(lines) == 5
+    assert len(lines) == 7
     for line in lines:
         command, *arguments = line.split()
         with pytest.raises(SystemExit) as exit_:

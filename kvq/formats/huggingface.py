@@ -74,6 +74,8 @@ class Quanto(RowPacked):
     axis 0: a group is 64 consecutive numbers, along D, then T.
     axis -1: a group is 64 consecutive tokens (b, h, t) of a channel; if 64 does not
     divide T, groups reach over from one head into the next.
+    (A tensor of a single group gets a scale and a shift per number there; here it does
+    not.)
     """
 
     @property
@@ -119,7 +121,8 @@ class Hqq(RowPacked):
     c + 2 N / 64, ... of a tensor of N form group c: strided, whatever its heads are.
     Stored are 1 / s and z, rounded to the tensor's dtype. z counts steps, so float16
     holds it to 1 step only up to 2048 of them: a narrow group far from 0 loses its
-    codes when it is read.
+    codes when it is read. (The library cannot read its own 3-bit codes of axis 1 back
+    from a cache: it counts their rows as if the tensor had two axes.)
     """
 
     optimize: bool = True
@@ -135,11 +138,8 @@ class Hqq(RowPacked):
 
     @property
     def shifts(self):  # the first rows in the high bits
-        return (
-            range(27, -1, -3)
-            if self.bits == 3
-            else range(8 - self.bits, -1, -self.bits)
-        )
+        highest = 27 if self.bits == 3 else 8 - self.bits
+        return range(highest, -1, -self.bits)
 
     def check_layout(self, shape):
         n = int(np.prod(shape))
@@ -159,11 +159,8 @@ class Hqq(RowPacked):
         s, z = self.scale_and_zero(m)
         if self.optimize:
             z = self.refine(m, s, z)
-        return (
-            self.codes(m, s, z),
-            rounded(f32(1) / s, self.dtype),
-            rounded(z, self.dtype),
-        )
+        codes = self.codes(m, s, z)
+        return codes, rounded(f32(1) / s, self.dtype), rounded(z, self.dtype)
 
     def scale_and_zero(self, m):
         """s = M / (max - min), at most 20,000, and 1 in a constant group; z = -min s.

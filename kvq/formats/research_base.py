@@ -33,13 +33,13 @@ def stored_bits(stored, size):
 
 
 def as_heads(x, multiple_of=1):
-    """x as float32 (H, T, D). Raises ValueError for another number of axes or D."""
+    """x as float64 (H, T, D). Raises ValueError for another number of axes or D."""
     x = as_float_array(x)
     if x.ndim != 3 or x.size == 0:
         raise ValueError(f"shape {x.shape}; expected (H, T, D)")
     if x.shape[-1] % multiple_of:
         raise ValueError(f"D={x.shape[-1]}; valid: multiples of {multiple_of}")
-    return x.astype(np.float32, copy=False)
+    return x.astype(np.float64)
 
 
 def nearest(y, levels):

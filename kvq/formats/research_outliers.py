@@ -16,7 +16,7 @@ from kvq.quantizer import reduce_groups, spread_groups
 from kvq.scheme import Scheme
 from kvq.tensor import QuantizedTensor, quantize
 
-f32 = np.float32
+f64 = np.float64
 
 
 # --- vectors and their outliers -------------------------------------------------------
@@ -39,7 +39,7 @@ def from_rows(rows, per, shape):
 def split_outliers(rows, fraction):
     """The numbers farthest from their row's mean, and the rows without them.
 
-    Their places hold the mean of the rest. Returns (rest, positions, values): float32
+    Their places hold the mean of the rest. Returns (rest, positions, values): float64
     (n, m), uint16 (n, k) and float16 (n, k), k = round(fraction m). Raises ValueError
     for rows of more than 65,536 numbers.
     """
@@ -51,7 +51,7 @@ def split_outliers(rows, fraction):
     values = np.take_along_axis(rows, at, axis=1)
     rest = rows.copy()
     np.put_along_axis(rest, at, 0, axis=1)
-    mean = rest.sum(axis=1, keepdims=True) / f32(rows.shape[1] - k)
+    mean = rest.sum(axis=1, keepdims=True) / (rows.shape[1] - k)
     np.put_along_axis(rest, at, mean, axis=1)
     return rest, at.astype(np.uint16), cast(values, "float16")
 
@@ -59,7 +59,9 @@ def split_outliers(rows, fraction):
 def put_outliers(rows, positions, values):
     """`rows` with the outliers back in their places, in a new array."""
     rows = rows.copy()
-    np.put_along_axis(rows, positions.astype(np.intp), values.astype(f32), axis=1)
+    np.put_along_axis(
+        rows, positions.astype(np.intp), values.astype(rows.dtype), axis=1
+    )
     return rows
 
 
@@ -76,7 +78,7 @@ class Nuq(Method):
     (KVQuant, arXiv 2401.18079. There, scales and thresholds of K come from calibration
     data, and K is stored before RoPE; here they come from the vector itself.)
 
-    levels : float32 (2^bits,), increasing, from `fit`.
+    levels : float64 (2^bits,), increasing, from `fit`.
     """
 
     levels: np.ndarray = field(repr=False)
@@ -92,12 +94,12 @@ class Nuq(Method):
         rows = to_rows(as_heads(x), per)
         rest, positions, _ = split_outliers(rows, outliers)
         y, low, high = _to_unit_range(rest)
-        F = to_rows(np.asarray(sensitivity, np.float64), per) * np.square(
-            high.astype(np.float64) - low
+        F = to_rows(np.asarray(sensitivity, f64), per) * np.square(
+            high.astype(f64) - low
         )
         np.put_along_axis(F, positions.astype(np.intp), 0, axis=1)
         levels = weighted_kmeans(y.ravel(), F.ravel(), 2**bits)
-        return cls(levels.astype(f32), per, outliers)
+        return cls(levels, per, outliers)
 
     @property
     def bits(self):
@@ -116,13 +118,13 @@ class Nuq(Method):
         return stored
 
     def decode(self, stored, shape):
-        low, high = (stored[n].astype(f32) for n in ("low", "high"))
+        low, high = (stored[n].astype(f64) for n in ("low", "high"))
         n = shape[1] if self.per == "channel" else shape[0] * shape[2]
         y = self.levels[unpack(stored["codes"], self.bits, n)]
         rows = (y + 1) / 2 * (high - low) + low
         if self.outliers:
             rows = put_outliers(rows, stored["positions"], stored["values"])
-        return from_rows(rows, self.per, shape)
+        return from_rows(rows, self.per, shape).astype(np.float32)
 
 
 def _to_unit_range(rows):
@@ -132,8 +134,8 @@ def _to_unit_range(rows):
     """
     low = cast(rows.min(axis=1, keepdims=True), "float16")
     high = cast(rows.max(axis=1, keepdims=True), "float16")
-    width = high.astype(f32) - low
-    width = np.where(width == 0, f32(1), width)
+    width = high.astype(f64) - low
+    width = np.where(width == 0, 1.0, width)
     return 2 * (rows - low) / width - 1, low, high
 
 
@@ -143,7 +145,7 @@ def weighted_kmeans(x, w, n):
     x, w : (N,), w >= 0. Starts at quantiles of x. Returns float64 (n,), increasing.
     """
     order = np.argsort(x)
-    x = x[order].astype(np.float64)
+    x = x[order].astype(f64)
     W, M = (np.append(0, np.cumsum(a)) for a in (w[order], w[order] * x))
     c = np.quantile(x, (np.arange(n) + 0.5) / n)
     for _ in range(200):
@@ -167,7 +169,7 @@ def sensitivity(sample):
     information of the language model's loss, which needs its gradients.
     sample : a `Sample` with queries. Returns float64, the shapes of k and v.
     """
-    q, k, v = (np.asarray(a, np.float64) for a in (sample.q, sample.k, sample.v))
+    q, k, v = (np.asarray(a, f64) for a in (sample.q, sample.k, sample.v))
     H_kv, _, D = k.shape
     p2 = attention_weights(q, k, causal=True) ** 2
     o = attention(q, k, v, causal=True)
@@ -222,14 +224,14 @@ class Gear(Method):
     def decode(self, stored, shape):
         parts = (stored.get(name) for name in ("codes", "scale", "zero"))
         x = QuantizedTensor(self.scheme, shape, *parts).dequantize()
-        x = x + stored["A"].astype(f32) @ stored["B"].astype(f32).swapaxes(1, 2)
+        x = x + stored["A"].astype(f64) @ stored["B"].astype(f64).swapaxes(1, 2)
         rows = to_rows(x, "channel")
         rows = put_outliers(rows, stored["positions"], stored["values"])
-        return from_rows(rows, "channel", shape)
+        return from_rows(rows, "channel", shape).astype(np.float32)
 
 
 def low_rank(E, rank, iterations, seed=0):
-    """A (H, T, r) orthonormal, B (H, D, r) with A B^T near E (H, T, D): float32.
+    """A (H, T, r) orthonormal, B (H, D, r) with A B^T near E (H, T, D): float64.
 
         B random,  repeat:  A = orthonormal basis of E B,  B = E^T A
 
@@ -237,7 +239,7 @@ def low_rank(E, rank, iterations, seed=0):
     """
     H, T, D = E.shape
     rank = min(rank, T, D)
-    B = np.random.default_rng(seed).standard_normal((H, D, rank)).astype(f32)
+    B = np.random.default_rng(seed).standard_normal((H, D, rank))
     for _ in range(iterations):
         A = np.linalg.qr(E @ B)[0]
         B = E.swapaxes(1, 2) @ A
@@ -277,15 +279,15 @@ class PolarPairs(Method):
         """(codes, min, step), the latter two float16 and used as stored."""
         group = (1, self.group, 1)
         low = reduce_groups(np.minimum, y, group)
-        step = (reduce_groups(np.maximum, y, group) - low) / f32(steps)
+        step = (reduce_groups(np.maximum, y, group) - low) / steps
         low, step = cast(low, "float16"), cast(step, "float16")
-        s = np.where(step == 0, f32(1), step.astype(f32))
+        s = np.where(step == 0, 1.0, step.astype(f64))
         codes = rounding((y - self._spread(low, y.shape)) / self._spread(s, y.shape))
         return np.clip(codes, 0, largest), low, step
 
     def _spread(self, s, shape):
         tokens, channels = (range(n) for n in shape[1:])
-        return spread_groups(s.astype(f32), (1, self.group, 1), tokens, channels)
+        return spread_groups(s.astype(f64), (1, self.group, 1), tokens, channels)
 
     def decode(self, stored, shape):
         pairs = (*shape[:2], shape[2] // 2)
@@ -296,5 +298,6 @@ class PolarPairs(Method):
             for n in ("rho_min", "rho_step", "theta_min", "theta_step")
         )
         rho = low + (codes >> self.angle_bits) * step
-        theta = low_a + ((codes & 2**self.angle_bits - 1) + f32(0.5)) * step_a
-        return np.concatenate([rho * np.cos(theta), rho * np.sin(theta)], axis=-1)
+        theta = low_a + ((codes & 2**self.angle_bits - 1) + 0.5) * step_a
+        x = np.concatenate([rho * np.cos(theta), rho * np.sin(theta)], axis=-1)
+        return x.astype(np.float32)

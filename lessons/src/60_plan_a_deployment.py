@@ -290,8 +290,7 @@ plt.show()
 #
 # Compare the caches with the weights. At how many tokens, of all users together, is a
 # 16-bit cache as large as the weights? Below that, the most that a perfect compression
-# to zero bytes could do is to halve the memory. (From here on a sliding layer counts
-# with its full window per user, and a user has 8,192 tokens.)
+# to zero bytes could do is to halve the memory. A user has 8,192 tokens here.
 
 # %%
 print(f"{'':14} weights     cache of a user   users until   saved by 4 bits")
@@ -307,10 +306,10 @@ print("(*) 4,096 tokens, which this model was made for")
 assert equal["deepseek-v3"] > 50 * equal["llama-3.1-8b"]
 
 # %% [markdown]
-# Llama-3.1-8B has as many bytes of cache as of weights at 15 users. gpt-oss and
-# DeepSeek-V3 get there with hundreds and with more than a thousand. The factor of 3.76
-# is the same for all of them; the bytes that it saves per user are not. A model that
-# slides or stores latents has taken the larger step already.
+# Llama-3.1-8B has as many bytes of cache as of weights at 15 users. gpt-oss gets there
+# with about 200, DeepSeek-V3 with more than a thousand. The factor of 3.76 is the same
+# for all of them; the bytes that it saves per user are not. A model that slides or
+# stores latents has taken the larger step already.
 #
 # ## In a system's own bytes
 #
@@ -400,8 +399,9 @@ for (policy, how), n in count.items():
 # %% [markdown]
 # The two multiply, and a little more than that: the one copy of the prefix weighs less
 # against the budget when it is small. (Whole users blur the factors: 4.25 bits are 3.76
-# times fewer.) The planner's `max_batch` counts the same. Sharing asks for the same model, the same format
-# and the same owner; it changes no number. Quantization changes numbers.
+# times fewer.) The planner's `max_batch` counts the same. Sharing asks for the same
+# model, the same format and the same owner; it changes no number. Quantization changes
+# numbers.
 #
 # ## Several GPUs
 #

@@ -51,7 +51,7 @@ def test_control_tokens_are_recognized(tmp_path):
     [
         (
             {"kind": "llama"},
-            "unsupported tokenizer 'llama' with pre-tokenizer 'smollm'",
+            "tokenizer 'llama' with pre-tokenizer 'smollm'",
         ),
         ({"pre": "qwen2"}, "pre-tokenizer 'qwen2'; valid: 'gpt2' with 'smollm'"),
         ({"words": [*WORDS, "he"]}, "some twice"),
