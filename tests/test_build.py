@@ -278,9 +278,11 @@ def data():
 
 
 def draw(table, path_stem):
+    import matplotlib.pyplot as plt
+
     from kvq import plots
 
-    figure, axes = plots.subplots()
+    figure, axes = plt.subplots()
     axes.plot([row["bits"] for row in table], [row["error"] for row in table])
     plots.save(figure, path_stem)
 '''

@@ -814,6 +814,8 @@ def test_A44_keys_are_typed_and_prefixed_with_their_length():
         ("ab", "c"),
         ("a", "bc"),
         ("abc",),
+        ("a", "b"),
+        ("asb",),
         (1, 23),
         (12, 3),
         (123,),
@@ -907,13 +909,18 @@ def test_after_a_lossy_crop_nothing_is_added_to_the_index():
 
 
 def test_a_crop_between_blocks_is_exact_and_shared():
-    index = new_index(stored_by("int4-channel-g32"))
+    policy = stored_by("int4-channel-g32")
+    index = new_index(policy)
     table = new_table(index)
     table.crop(96)
+    other = {"k": K.copy(), "tokens": TOKENS[:96] + [7] * 104}
+    other["k"][:, :, 96:] *= -1
+    feed(table, 96, T, **other)
     assert table.exact
-    feed(table, 96, T)
-    assert resumed(index)[1] == 192
-    same_as(resumed(index)[0], twins(stored_by("int4-channel-g32")))
+    for data in ({}, other):
+        again, matched = resumed(index, **data)
+        assert matched == 192
+        same_as(again, twins(policy, k=data.get("k", K)))
 
 
 def test_two_that_computed_the_same_prompt_end_up_with_the_same_blocks():

@@ -11,6 +11,9 @@ from kvq.memory import bytes_per_token, first, fits
 # --block-size, TensorRT-LLM's tokens_per_block. The others grow by single tokens.
 PAGE = {"ggml": 256, "vllm": 16, "tensorrt_llm": 32}
 
+# vLLM leaves the first and last two layers of a dense model at 16 bits.
+BOUNDARY = {"vllm:turboquant": 4}
+
 LONG = 2**17  # tokens, so many that pages and residual no longer count
 
 # Hugging Face keeps up to residual_length - 1 new tokens in full precision.
@@ -34,7 +37,18 @@ def format_cache_bytes(name, shape, *, tokens, batch=1, page=None, rows=2):
         stored = math.ceil((held - residual) / page) * page
         full = residual * shape.kv_heads * sum(shape.widths) * rows
         total += layers * (_layer_bytes(kind, shape, stored) + full)
-    return batch * total
+    return batch * (total + _boundary_bytes(kind, shape, tokens, page))
+
+
+def _boundary_bytes(kind, shape, tokens, page):
+    """What layers that stay at 16 bits take beyond the format's own bytes."""
+    layers = BOUNDARY.get(kind.name.partition("_")[0], 0)
+    layers = min(layers, shape.growing_layers)
+    if not layers:
+        return 0
+    stored = math.ceil(tokens / page) * page
+    plain = stored * shape.kv_heads * sum(shape.widths) * 2
+    return layers * (plain - _layer_bytes(kind, shape, stored))
 
 
 def _layer_bytes(kind, shape, tokens):

@@ -94,9 +94,8 @@ class Nuq(Method):
         rows = to_rows(as_heads(x), per)
         rest, positions, _ = split_outliers(rows, outliers)
         y, low, high = _to_unit_range(rest)
-        F = to_rows(np.asarray(sensitivity, f64), per) * np.square(
-            high.astype(f64) - low
-        )
+        width = high.astype(f64) - low
+        F = to_rows(np.asarray(sensitivity, f64), per) * width**2
         np.put_along_axis(F, positions.astype(np.intp), 0, axis=1)
         levels = weighted_kmeans(y.ravel(), F.ravel(), 2**bits)
         return cls(levels, per, outliers)

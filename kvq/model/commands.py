@@ -132,15 +132,21 @@ def run_eval(options):
     """Measure, print the table; with --out keep it."""
     from kvq.cli import print_json, table
     from kvq.model import weights
-    from kvq.model.evaluate import Protocol, evaluate
+    from kvq.model.evaluate import Protocol, evaluate, parse_policy
+    from kvq.model.gguf_file import open_gguf
+    from kvq.model.tokenizer import bos_token
 
     protocol = Protocol(options.window, options.start, options.windows)
+    for name in options.policies:  # a wrong name is an error before any work
+        parse_policy(name)
     path = weights.find(options.model)
+    file = open_gguf(path)
     rows = evaluate(
         path,
-        _tokens(options, path),
+        _tokens(options, file),
         options.policies,
         protocol,
+        bos=bos_token(file),
         out=options.out,
         jobs=options.jobs,
         progress=not options.quiet,

@@ -19,7 +19,7 @@ import numpy as np
 from kvq.cache import KVCache
 from kvq.dtypes import cast
 from kvq.model.attend import attend
-from kvq.model.gguf_file import GGUFFile
+from kvq.model.gguf_file import open_gguf
 from kvq.transforms import rope
 
 ARCHITECTURES = ("llama", "gemma3")
@@ -309,7 +309,7 @@ def load(path):
     Raises OSError, or ValueError that names the file and what is wrong with it:
     unsupported architecture, missing or unknown tensors, shapes, types.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     c = read_config(file)
     E = (c.vocab, c.width)
     shapes = {

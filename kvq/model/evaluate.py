@@ -53,13 +53,21 @@ class Protocol:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit={self.limit!r}; valid: an integer >= 1 or None")
 
-    def windows(self, tokens):
-        """The windows of a text: a list of id arrays. Raises ValueError for none."""
-        count = len(tokens) // self.window
+    def windows(self, tokens, bos=None):
+        """The windows of a text, each after `bos` if there is one: a list of id arrays.
+
+        Raises ValueError for a text that does not fill a window.
+        """
+        first = [] if bos is None else [bos]
+        fresh = self.window - len(first)
+        count = len(tokens) // fresh
         count = count if self.limit is None else min(count, self.limit)
         if count < 1:
-            raise ValueError(f"{len(tokens)} tokens; a window has {self.window}")
-        return list(np.reshape(tokens[: count * self.window], (count, self.window)))
+            raise ValueError(f"{len(tokens)} tokens; a window needs {fresh}")
+        return [
+            np.array([*first, *tokens[n * fresh : (n + 1) * fresh]])
+            for n in range(count)
+        ]
 
 
 # --- policies by name -----------------------------------------------------------------
@@ -166,12 +174,21 @@ def summary(name, points):
 
 
 def evaluate(
-    path, tokens, policies, protocol=None, *, out=None, jobs=1, progress=False
+    path,
+    tokens,
+    policies,
+    protocol=None,
+    *,
+    bos=None,
+    out=None,
+    jobs=1,
+    progress=False,
 ):
     """The table of a list of policies: one row each, as `summary` describes.
 
     path : a GGUF file. tokens : ids of a text. policies : {name: Policy, a preset's
     name, or a list of one per layer} or a list of what `parse_policy` reads.
+    bos : the id that must come first in a window (`tokenizer.bos_token`), or None.
     out : a CSV file, written after every policy. Rows that it already holds are not
         computed again; it must come from the same model, text and protocol.
     jobs : processes, through joblib, as in `kvq.study.run`.
@@ -179,7 +196,7 @@ def evaluate(
     """
     protocol = protocol or Protocol()
     policies = _by_name(policies)
-    windows = protocol.windows(np.asarray(tokens))
+    windows = protocol.windows(np.asarray(tokens), bos)
     setup = _setup(path, windows, protocol)
     rows = _resume(out, setup)
     todo = [name for name in policies if name not in {row["policy"] for row in rows}]

@@ -10,7 +10,7 @@ import numpy as np
 
 # Each piece of metadata that is read costs memory. A vocabulary of 262,144 words with
 # scores and types takes about a million; a broken file could ask for any number.
-MAX_PIECES = 4_000_000
+MAX_PIECES = 2_000_000
 
 _MISSING = object()
 
@@ -129,3 +129,8 @@ class GGUFFile:
         if not np.isfinite([x.min(), x.max()]).all():  # either carries a NaN
             raise self.error(f"{name} holds numbers that are not finite")
         return x
+
+
+def open_gguf(path):
+    """A GGUFFile: of a path, or the one given (opening a large one takes time)."""
+    return path if isinstance(path, GGUFFile) else GGUFFile(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvq.model.gguf_file import GGUFFile
+from kvq.model.gguf_file import open_gguf
 from kvq.model.tokenizer import tokenizer
 
 SIZE_LIMIT = 64 * 2**20  # bytes that are read of a user's file
@@ -22,7 +22,7 @@ def bundled_tokens():
 
 
 def tokens_for(model_path, text=None, ids=None):
-    """Token ids for the model in a GGUF file: int32 (T,).
+    """Token ids for the model in a GGUF file (a path or GGUFFile): int32 (T,).
 
     text : a UTF-8 file, cut by the model's own tokenizer. ids : a .npy file of
     integers. Neither: the bundled text, if the model has SmolLM2's vocabulary.
@@ -32,7 +32,7 @@ def tokens_for(model_path, text=None, ids=None):
         return _read_ids(Path(ids))
     if text is not None:
         return np.array(tokenizer(model_path).encode(_read_text(text)).ids, np.int32)
-    file = GGUFFile(model_path)
+    file = open_gguf(model_path)
     keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
     words = file.shape("token_embd.weight")[0]
     if (*(file.get(key, None) for key in keys), words) != BUNDLED:

@@ -5,7 +5,7 @@ encodings: merges by rank over GPT-2's alphabet of bytes (SmolLM2), and merges b
 score of the word they make, SentencePiece's kind (Gemma, Llama 2).
 """
 
-from kvq.model.gguf_file import GGUFFile
+from kvq.model.gguf_file import open_gguf
 
 PRE_TOKENIZERS = ("smollm",)
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -13,12 +13,12 @@ SPACE = "▁"  # how SentencePiece writes a space
 
 
 def tokenizer(path):
-    """A `tokenizers.Tokenizer` from the vocabulary in a GGUF file.
+    """A `tokenizers.Tokenizer` from the vocabulary in a GGUF file (a path or GGUFFile).
 
     Control tokens such as <|im_end|> are recognized in text; `bos_token` says what must
     come first. Raises ValueError for a vocabulary of another kind.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     kind = file.get("tokenizer.ggml.model", None)
     pre = file.get("tokenizer.ggml.pre", None)
     if kind == "gpt2" and pre in PRE_TOKENIZERS:
@@ -45,8 +45,8 @@ def tokenizer(path):
 
 
 def bos_token(path):
-    """The id that must come before any text, or None."""
-    file = GGUFFile(path)
+    """The id that must come before any text, or None. path : as for `tokenizer`."""
+    file = open_gguf(path)
     sentencepiece = file.get("tokenizer.ggml.model", None) == "llama"
     if not file.get("tokenizer.ggml.add_bos_token", sentencepiece):
         return None

@@ -13,23 +13,24 @@
 # %% [markdown]
 # # Formats in the wild
 #
-# Two systems that both say "4 bits" agree on nothing else: where the scale is, what the
-# zero means, which half of a byte comes first. You will store the same keys and values
-# in the bytes of llama.cpp, vLLM, TensorRT-LLM and Hugging Face Transformers, measure
-# what each format loses, and see what happens when bytes are read in the wrong way.
+# Two systems that both say "4 bits" may agree on nothing else: where the scale is, what
+# the zero means, which half of a byte comes first. You will store the same keys and
+# values in the bytes of llama.cpp, vLLM, TensorRT-LLM and Hugging Face Transformers,
+# measure what each format loses, and see what happens when bytes are read in the wrong
+# way.
 #
 # **What you will do**
 #
 # - read a block of llama.cpp by hand, and a scale of vLLM that hides a zero in itself;
-# - see seven orders of half-bytes, and what one wrong order does;
+# - see six orders of half-bytes, and what one wrong order does;
 # - measure every format on the same numbers;
 # - correct a popular table of who supports what;
 # - watch a frozen scale turn real values into NaN;
 # - go from one system's format to the next, and count what each step adds.
 #
 # **What you need**: the lessons *The uniform quantizer* and *Groups and scales*. No
-# system has to be installed: `kvq.formats` reads and writes their bytes, and `kvq formats
-# --json` says what each format was compared with.
+# system has to be installed: `kvq.formats` reads and writes their bytes. The command
+# `kvq formats --json` says what each format was compared with.
 
 # %%
 from dataclasses import replace
@@ -469,9 +470,9 @@ print(f"worst / best: {spread:.1f}")
 # 64 tokens of one channel, so the outlier channels of the keys have scales of their
 # own. HQQ's axis 0 takes every $N/64$-th number of the whole tensor. Here that happens
 # to be one channel as well, of all heads, because 64 channels divide the stride; with
-# another shape it is not. The formats in the middle rotate, have groups of 16, or choose
-# their levels better. Those at the end share a scale between 32 or 64 channels as they
-# come.
+# another shape it is not. The formats in the middle rotate, have groups of 16, or
+# choose their levels better. Those at the end share a scale between 32 or 64 channels
+# as they come.
 #
 # The docstring of Hugging Face's cache calls its groups "per channel". Its default,
 # axis 0 with quanto, is 64 neighbouring channels of one token:

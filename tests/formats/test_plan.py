@@ -15,7 +15,7 @@ SHAPE = ModelShape(layers=32, kv_heads=8, head_dim=128)
         ("ggml:q4_0", 288),
         ("vllm:int8_per_token_head", 528),
         ("vllm:int4_per_token_head", 272),
-        ("vllm:turboquant_4bit_nc", 268),
+        ("vllm:turboquant_4bit_nc", 268 * 28 / 32 + 1024 * 4 / 32),
         ("tensorrt_llm:fp8", 512),
     ],
 )

@@ -196,6 +196,13 @@ def test_a_protocol_that_scores_nothing(settings, message):
         Protocol(**settings)
 
 
+def test_windows_after_a_first_token():
+    windows = Protocol(window=5, start=1, limit=None).windows(np.arange(9), bos=77)
+    assert [w.tolist() for w in windows] == [[77, 0, 1, 2, 3], [77, 4, 5, 6, 7]]
+    windows = Protocol(window=4, start=1, limit=None).windows(np.arange(9))
+    assert [w.tolist() for w in windows] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_a_text_that_is_too_short(path):
-    with pytest.raises(ValueError, match="100 tokens; a window has 101"):
+    with pytest.raises(ValueError, match="100 tokens; a window needs 101"):
         evaluate(path, TOKENS, ["fp16"], Protocol(window=101, start=0))
