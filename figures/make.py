@@ -24,7 +24,7 @@ from pathlib import Path
 
 import matplotlib
 
-from kvq.study import provenance, read_table, write_table
+from kvq.tables import provenance, read_table, write_table
 
 HERE = Path(__file__).resolve().parent
 RELATIVE = 1e-6  # two machines' floating-point results differ by far less

@@ -671,3 +671,77 @@ def check_scale_offset(f):
         "four tokens have 4 S scales": t // 4 * S + 4 * s + t % 4,
     }
     compare("places of the scales of 12 tokens", f(t, s, S), expected, mistakes)
+
+
+# --- paging and prefixes --------------------------------------------------------------
+def check_locate(f):
+    """f(t, table, B) -> (block id, place): where token t of a paged sequence is."""
+    table, B = [7, 2, 9, 4], 10
+    for t in (37, 0, 10, 29):
+        n, place = divmod(t, B)
+        mistakes = {
+            "this is the position in the table; the id stands there": (n, place),
+            "the order is (block id, place)": (place, table[n]),
+            "the place is counted from the beginning of the block": (table[n], t),
+            "places and blocks are counted from 0": (table[n], place + 1),
+        }
+        answer = unpack_answer("locate", f(t, list(table), B), ("block id", "place"))
+        what = f"block and place of token {t}, B={B}"
+        compare(what, answer, (table[n], place), mistakes)
+
+
+def check_encode(f):
+    """f(*fields) -> str or bytes that differ for any two different tuples of fields."""
+    run_together = "the fields run together: put the length of each before it"
+    separator = "a separator may occur in a field; a length in front cannot be mistaken"
+    no_type = "the type is missing: 1, '1' and True are different fields"
+    pairs = [
+        (("ab", "c"), ("a", "bc"), run_together),
+        ((1, 23), (12, 3), run_together),
+        (("a", None), ("aNone",), run_together),
+        *((("a" + x, "b"), ("a", x + "b"), separator) for x in ",;:|/ -_\n\0"),
+        *(((f"a{x}b",), ("a", "b"), separator) for x in ",;:|/ -_\n\0"),
+        ((1,), ("1",), no_type),
+        ((1,), (True,), no_type),
+        ((None,), ("None",), no_type),
+        (("a", "b"), ("b", "a"), "the order of the fields counts"),
+        ((), ("",), "an empty field is a field"),
+        (("a", ""), ("", "a"), "an empty field has a place"),
+    ]
+    for a, b, cause in pairs:
+        if type(f(*a)) not in (str, bytes) or f(*a) != f(*a):
+            raise AssertionError(
+                f"encode{a}: got {f(*a)!r} and {f(*a)!r}, expected the same text\n"
+                "likely cause: nothing is returned, or more than the fields goes in"
+            )
+        if f(*a) == f(*b):
+            raise AssertionError(
+                f"encode{a} and encode{b}: got {f(*a)!r} twice, expected two texts\n"
+                f"likely cause: {cause}"
+            )
+    print("ok: different fields, different texts")
+
+
+def check_usable_blocks(f):
+    """f(T, R, B, stored) -> blocks a request of T tokens may take of those stored."""
+    cases = (508, 128, 32, 15), (100, 0, 10, 99), (20, 64, 16, 3), (207, 16, 16, 4)
+    for T, R, B, stored in cases:
+        expected = min(min(max(T - R, 0), T - 1) // B, stored)
+        mistakes = {
+            "the newest R tokens are in the window, in full precision": min(
+                (T - 1) // B, stored
+            ),
+            "the last token must be computed, whatever is stored": min(
+                max(T - R, 0) // B, stored
+            ),
+            "no more blocks than the index has": min(max(T - R, 0), T - 1) // B,
+            "a block that is not whole cannot be taken: round down": min(
+                -(-min(max(T - R, 0), T - 1) // B), stored
+            ),
+            "this counts tokens; return blocks": expected * B,
+            "with fewer than R tokens there is nothing to take": min(
+                (T - R) // B, stored
+            ),
+        }
+        what = f"usable blocks, T={T}, R={R}, B={B}, stored={stored}"
+        compare(what, f(T, R, B, stored), expected, mistakes)

@@ -5,7 +5,7 @@ import platform
 from importlib import metadata
 
 import kvq
-from kvq.study import provenance
+from kvq.tables import provenance
 
 PACKAGES = (
     *("numpy", "ml_dtypes", "joblib", "matplotlib", "safetensors", "tqdm"),

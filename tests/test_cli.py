@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from plain import uneven
 
-from kvq import cli, doctor
+from kvq import doctor
 from kvq.cli import main
+from kvq.commands import common, presets
+from kvq.commands.study import VIEWS
 from kvq.memory import ModelShape, cache_bytes
 from kvq.scheme import PRESETS
-from kvq.study import STUDIES, read_table
+from kvq.study import STUDIES
+from kvq.tables import read_table
 
 SHAPE = "--layers 4 --kv-heads 2 --head-dim 80"
 needs_plots = pytest.mark.skipif(
@@ -188,7 +191,7 @@ def test_study_without_a_name_lists_them(kvq):
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(STUDIES)
     assert "Which numbers should share a scale?" in out
-    assert list(cli.VIEWS) == list(STUDIES)
+    assert list(VIEWS) == list(STUDIES)
 
 
 # --- presets, lessons, doctor ---------------------------------------------------------
@@ -354,14 +357,14 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(kvq, monkeypatch)
 
 @pytest.mark.parametrize("text", ["16000000000", "16GB", "16 GB", "16,000MB", "16e9"])
 def test_sizes(text):
-    assert cli.size(text) == 16 * 10**9
+    assert common.size(text) == 16 * 10**9
 
 
 def test_binary_sizes_and_counts():
-    assert cli.size("1.5GiB") == 3 * 2**29
-    assert cli.size("3kib") == 3072
-    assert cli.count("8.03B") == 8_030_000_000
-    assert cli.count("135m") == 135_000_000
+    assert common.size("1.5GiB") == 3 * 2**29
+    assert common.size("3kib") == 3072
+    assert common.count("8.03B") == 8_030_000_000
+    assert common.count("135m") == 135_000_000
 
 
 # --- the process ----------------------------------------------------------------------
@@ -369,7 +372,7 @@ def test_interrupt_gives_130(kvq, monkeypatch):
     def interrupt(options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "presets", interrupt)
+    monkeypatch.setattr(presets, "presets", interrupt)
     assert kvq("presets") == (130, "", "")
 
 

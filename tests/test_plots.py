@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvq import study
+from kvq.tables import read_table
 from kvq.samples import Sample, synthetic_kv
 
 matplotlib.use("Agg")
@@ -126,7 +127,7 @@ def script(request):
 
 
 def recorded(name):
-    return study.read_table(FIGURES / "data" / f"{name}.csv")[0]
+    return read_table(FIGURES / "data" / f"{name}.csv")[0]
 
 
 def test_each_figure_is_recorded_and_states_its_finding(script):

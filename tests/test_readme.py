@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvq.study import read_table
+from kvq.tables import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

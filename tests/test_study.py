@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq import quantize, study
+from kvq import quantize, study, tables
 from kvq.attention import attention_weights
 from kvq.samples import ROPE_BASE, Sample, real_kv, synthetic_kv
 from kvq.scheme import Scheme
@@ -383,8 +383,8 @@ CELLS = st.one_of(
 @given(rows=st.lists(st.fixed_dictionaries({"a": CELLS, "b_2": CELLS}), min_size=1))
 def test_tables_come_back_exactly(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("tables") / "t.csv"
-    study.write_table(path, rows, {"finding": "4 bits: enough", "n": 3})
-    back, header = study.read_table(path)
+    tables.write_table(path, rows, {"finding": "4 bits: enough", "n": 3})
+    back, header = tables.read_table(path)
     assert header == {"finding": "4 bits: enough", "n": "3"}
     assert all(set(r) == {"a", "b_2"} for r in back)
     for row, same in zip(rows, back, strict=True):
@@ -395,15 +395,15 @@ def test_tables_come_back_exactly(tmp_path_factory, rows):
 
 def test_numpy_scalars_are_written_as_numbers(tmp_path):
     row = {"i": np.int64(3), "x": np.float32(0.1), "y": np.float64(0.1)}
-    study.write_table(tmp_path / "t.csv", [row])
-    back = study.read_table(tmp_path / "t.csv")[0]
+    tables.write_table(tmp_path / "t.csv", [row])
+    back = tables.read_table(tmp_path / "t.csv")[0]
     assert back == [{"i": 3, "x": float(np.float32(0.1)), "y": 0.1}]
 
 
 @pytest.mark.parametrize("cell", ["12", "nan", "", True, [1], "two\nlines"])
 def test_what_a_table_cannot_hold_is_refused(tmp_path, cell):
     with pytest.raises(ValueError, match=r"^x="):
-        study.write_table(tmp_path / "t.csv", [{"x": cell}])
+        tables.write_table(tmp_path / "t.csv", [{"x": cell}])
 
 
 @pytest.mark.parametrize(
@@ -417,15 +417,15 @@ def test_what_a_table_cannot_hold_is_refused(tmp_path, cell):
 )
 def test_rows_without_equal_columns_are_refused(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
-        study.write_table(tmp_path / "t.csv", rows)
+        tables.write_table(tmp_path / "t.csv", rows)
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "t.csv"
-    study.write_table(path, [{"a": 1}])
+    tables.write_table(path, [{"a": 1}])
     with pytest.raises(ValueError, match="header"):
-        study.write_table(path, [{"a": 2}], {"two": "li\nnes"})
-    assert study.read_table(path)[0] == [{"a": 1}]
+        tables.write_table(path, [{"a": 2}], {"two": "li\nnes"})
+    assert tables.read_table(path)[0] == [{"a": 1}]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -444,17 +444,17 @@ def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
 def test_malformed_tables_name_the_line(tmp_path, text, message):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
-        study.read_table(tmp_path / "t.csv")
+        tables.read_table(tmp_path / "t.csv")
 
 
 def test_a_binary_file_is_not_a_table(tmp_path):
     (tmp_path / "t.csv").write_bytes(b"\x93NUMPY\xff\xfe")
     with pytest.raises(ValueError, match=r"t\.csv: not UTF-8"):
-        study.read_table(tmp_path / "t.csv")
+        tables.read_table(tmp_path / "t.csv")
 
 
 def test_provenance_names_versions_and_no_place():
-    facts = study.provenance("kvq study bits")
+    facts = tables.provenance("kvq study bits")
     assert facts["command"] == "kvq study bits"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", facts["date"])
     assert f"NumPy {np.__version__}" in facts["versions"]

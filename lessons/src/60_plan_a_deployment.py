@@ -33,7 +33,6 @@
 # or bounded, nothing is timed.
 
 # %%
-from dataclasses import replace
 from importlib.resources import files
 
 import matplotlib.pyplot as plt
@@ -315,8 +314,9 @@ assert equal["deepseek-v3"] > 50 * equal["llama-3.1-8b"]
 #
 # What a server really allocates has that server's scales and that server's padding:
 # llama.cpp rounds the context up to 256 tokens, vLLM and TensorRT-LLM to whole blocks
-# of 16 and 32, and Hugging Face keeps up to 127 tokens in 16 bits. Here are 5,000
-# tokens of Llama-3.1-8B. (The lesson *Formats in the wild* opens the bytes.)
+# of 16 and 32, Hugging Face keeps up to 127 tokens in 16 bits, and vLLM's TurboQuant
+# leaves the first two and the last two layers unquantized. Here are 5,000 tokens of
+# Llama-3.1-8B. (The lesson *Formats in the wild* opens the bytes.)
 
 # %%
 s, T = shapes["llama-3.1-8b"], 5000
@@ -324,13 +324,8 @@ sizes = {
     name: format_cache_bytes(name, s, tokens=T)
     for name in ("ggml:q8_0", "ggml:q4_0", "vllm:int8_per_token_head",
                  "vllm:int4_per_token_head", "tensorrt_llm:fp8", "tensorrt_llm:nvfp4",
-                 "hf:quanto-int4-axis0")
+                 "hf:quanto-int4-axis0", "vllm:turboquant_4bit_nc")
 }  # fmt: skip
-# vLLM leaves the first two and the last two layers of such a model unquantized.
-name = "vllm:turboquant_4bit_nc"
-inner, outer = replace(s, layers=s.layers - 4), replace(s, layers=4)
-sizes[name] = format_cache_bytes(name, inner, tokens=T)
-sizes[name] += format_cache_bytes("ggml:f16", outer, tokens=T, page=16)
 for name, size in sizes.items():
     print(f"{name:26} {size / 2**20:7.1f} MiB, {8 * size / s.numbers(T):6.3f}", end="")
     print(f" bits per number, {kvq.cache_bytes('fp16', s, tokens=T) / size:.2f} times")

@@ -16,7 +16,7 @@ from kvq.model.evaluate import (
     summary,
 )
 from kvq.scheme import PRESETS
-from kvq.study import read_table
+from kvq.tables import read_table
 
 TOKENS = np.random.default_rng(5).integers(0, 37, 100)
 PROTOCOL = Protocol(window=40, start=11, limit=2)
@@ -123,6 +123,8 @@ def test_a_stopped_run_goes_on_where_it_stopped(path, tmp_path, monkeypatch):
     assert rows == first
     assert header["protocol"] == "2 windows of 40 tokens, scored from position 11"
     assert header["model"] == "tiny.gguf"
+    command = "kvq eval tiny.gguf --window 40 --start 11 --windows 2 --policies"
+    assert header["command"] == f"{command} fp16 kivi-2"
     assert len(header["weights_sha256"]) == len(header["token_ids_sha256"]) == 64
     assert str(tmp_path) not in out.read_text()
 

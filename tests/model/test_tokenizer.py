@@ -5,7 +5,7 @@ import pytest
 from tiny_model import LLAMA, gguf, random_weights, write
 
 from kvq.model.texts import bundled_tokens, tokens_for
-from kvq.model.tokenizer import tokenizer
+from kvq.model.tokenizer import bos_token, merges_by_score, tokenizer
 from kvq.samples import real_kv
 
 pytest.importorskip("tokenizers", reason="needs the package tokenizers")
@@ -46,13 +46,65 @@ def test_control_tokens_are_recognized(tmp_path):
     assert t.encode("he<|end|>").ids == [8, 0]
 
 
+PIECES = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "ab", "bc", "abc", "▁ab", "▁▁"]
+PIECES += ["<0x21>", "<0xC3>", "<0xA9>"]
+SCORES = [0, 0, 0, -6, -7, -8, -9, -2, -1, -4, -3, 0, 0, 0, 0]
+TYPES = [2, 3, 3] + [1] * 8 + [4] + [6] * 3
+
+
+def sentencepiece(path, prefix):
+    out = gguf.GGUFWriter(path, "gemma3")
+    out.add_tokenizer_model("llama")
+    out.add_token_list(PIECES)
+    out.add_token_types(TYPES)
+    out.add_token_scores([float(s) for s in SCORES])
+    out.add_add_space_prefix(prefix)
+    out.add_bos_token_id(1)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def test_merges_follow_the_scores():
+    vocab = {piece: i for i, piece in enumerate(PIECES)}
+    assert merges_by_score(vocab, SCORES) == [
+        ("▁", "▁"),
+        ("b", "c"),
+        ("a", "b"),
+        ("▁", "ab"),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
+
+
+def test_sentencepiece(tmp_path):
+    t = tokenizer(sentencepiece(tmp_path / "v.gguf", prefix=False))
+    text = "ab abc  b!é"
+    # "bc" has a better score than "ab": abc is a + bc. No word: bytes.
+    tokens = ["ab", "▁", "abc", "▁▁", "b", "<0x21>", "<0xC3>", "<0xA9>"]
+    assert t.encode(text).tokens == tokens
+    assert t.decode(t.encode(text).ids) == text
+    assert t.encode("</s>c").ids == [2, 6]
+
+
+def test_sentencepiece_with_a_space_before_the_text(tmp_path):
+    t = tokenizer(sentencepiece(tmp_path / "v.gguf", prefix=True))
+    assert t.encode("ab").tokens == ["▁ab"]
+    assert t.decode(t.encode("ab c").ids) == "ab c"
+
+
+def test_what_must_come_first(tmp_path):
+    assert bos_token(sentencepiece(tmp_path / "a.gguf", prefix=True)) == 1
+    assert bos_token(vocabulary(tmp_path / "b.gguf")) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"kind": "llama"},
-            "tokenizer 'llama' with pre-tokenizer 'smollm'",
-        ),
+        ({"kind": "t5"}, "unsupported tokenizer 't5' with pre-tokenizer 'smollm'"),
+        ({"kind": "llama"}, "has no 'tokenizer.ggml.scores'"),
         ({"pre": "qwen2"}, "pre-tokenizer 'qwen2'; valid: 'gpt2' with 'smollm'"),
         ({"words": [*WORDS, "he"]}, "some twice"),
         ({"merges": ["h x"]}, "its merges do not fit its words"),

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from kvq.commands.common import load_sample, print_json, table
+
 
 def add_formats(commands):
     p = commands.add_parser("formats", help="the cache formats of other systems")
@@ -15,7 +17,6 @@ def add_formats(commands):
 
 def formats(options):
     """Print what every format is, or with --json all that is known of it."""
-    from kvq.cli import print_json, table
     from kvq.formats.convert import table as rows_of_all
 
     rows = rows_of_all()
@@ -55,7 +56,6 @@ def add_convert(commands):
 
 def convert(options):
     """Store keys and values in each format in turn; print the error that each adds."""
-    from kvq.cli import load_sample, print_json, table
     from kvq.formats.convert import convert as through
 
     sample = load_sample(options)
