@@ -68,12 +68,12 @@ def _name(dtype):
     return "e8m0" if name == "float8_e8m0fnu" else name
 
 
-def as_float_array(x, what="x"):
+def as_float_array(x, what="x", finite=True):
     """`x` as a native-endian array of float16, bfloat16, float32 or float64.
 
     Raises TypeError for any other kind of number: an integer array may well be
-    half-precision bits whose meaning was lost on the way. Raises ValueError for
-    inf, NaN and numbers beyond 2^100.
+    half-precision bits whose meaning was lost on the way. Raises ValueError, unless
+    finite=False, for inf, NaN and numbers beyond 2^100.
     """
     x = np.asarray(x)
     if x.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
@@ -83,7 +83,7 @@ def as_float_array(x, what="x"):
         )
     x = x.astype(x.dtype.newbyteorder("="), copy=False)
     # min and max carry every NaN and inf, and need no array as large as x.
-    if x.size:
+    if finite and x.size:
         with np.errstate(invalid="ignore"):  # bfloat16 warns of NaN
             extremes = np.array([x.min(), x.max()], dtype=np.float64)
         if not np.all(np.abs(extremes) <= LARGEST_INPUT):

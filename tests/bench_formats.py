@@ -3,9 +3,8 @@
     python tests/bench_formats.py
 
 Prints ratios, not times: below 1 is faster than gguf. Both get the same array and give
-bytes (a float32 array), in turns, so that a busy machine slows both alike. Ours also
-refuses numbers that are not finite, which takes two passes over the array: for f32 and
-f16, which compute next to nothing, that shows. gguf cannot encode iq4_nl and nvfp4.
+bytes (a float32 array), in turns, so that a busy machine slows both alike. gguf cannot
+encode iq4_nl and nvfp4.
 """
 
 import statistics

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvq import study
-from kvq.tables import read_table
 from kvq.samples import Sample, synthetic_kv
+from kvq.tables import read_table
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -11,7 +11,8 @@ ggml-common.h at llama.cpp commit 0c1e57098; oracle: the package `gguf` 0.19.
 import numpy as np
 
 from kvq.codebooks import IQ4_NL
-from kvq.formats.base import BlockFormat, Facts
+from kvq.dtypes import as_float_array
+from kvq.formats.base import BlockFormat, Facts, Format
 from kvq.formats.rounding import f32, inverse, rha, trc
 from kvq.scheme import Scheme
 from kvq.transforms import hadamard
@@ -197,7 +198,7 @@ class Iq4Nl(BlockFormat):
         return read_half(data[:, :2]) * self.levels[unpack_nibbles(data[:, 2:])]
 
 
-class Plain(BlockFormat):
+class Plain(Format):
     """Numbers as they are: f32, f16 or bf16, little-endian."""
 
     block = 1
@@ -214,12 +215,19 @@ class Plain(BlockFormat):
     def block_bytes(self):
         return self.dtype.itemsize
 
-    def encode_blocks(self, x):
-        with np.errstate(over="ignore"):  # f16 of |x| > 65504 is inf, as in ggml
-            return x.astype(self.dtype).view(np.uint8)
+    def nbytes(self, shape):
+        return int(np.prod(shape)) * self.block_bytes
 
-    def decode_blocks(self, data):
-        return np.ascontiguousarray(data).view(self.dtype)
+    def encode(self, x):
+        """The bytes of x (..., T, D); inf and NaN are stored as they are, too."""
+        x = as_float_array(x, finite=False)
+        self.check_shape(x.shape)
+        with np.errstate(over="ignore"):  # f16 of |x| > 65504 is inf, as in ggml
+            return x.astype(self.dtype, copy=False).tobytes()
+
+    def decode(self, data, shape):
+        x = self.check_bytes(data, shape).view(self.dtype)
+        return x.astype(f32).reshape(shape)
 
 
 # --- tensor types of ggml that are not cache types ------------------------------------

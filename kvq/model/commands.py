@@ -85,18 +85,21 @@ def _add_capture(commands):
 
 
 def run_capture(options):
-    """Run the text through the model and write the file."""
+    """Run the text, after a BOS token if the model wants one, and write the file."""
     from kvq.model import load, weights
     from kvq.model.capture import capture, check_kind, save
+    from kvq.model.gguf_file import open_gguf
+    from kvq.model.tokenizer import bos_token
 
     check_kind(options.out)
     path = weights.find(options.model)
-    tokens = _tokens(options, path)
+    file = open_gguf(path)
+    bos = bos_token(file)
+    tokens = [*([] if bos is None else [bos]), *_tokens(options, file)]
     if not 1 <= options.length <= len(tokens):
         raise ValueError(f"--length {options.length}; valid: 1..{len(tokens)}")
-    arrays = capture(
-        load(path), tokens[: options.length], options.layers, options.queries
-    )
+    tokens = tokens[: options.length]
+    arrays = capture(load(file), tokens, options.layers, options.queries)
     save(options.out, arrays)
     for name, x in arrays.items():
         print(f"{name}  {x.dtype}  {x.shape}")

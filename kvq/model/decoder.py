@@ -201,7 +201,11 @@ class Decoder:
     head: np.ndarray
 
     def caches(self, policy):
-        """An empty KVCache per layer. policy : one for all layers, or one for each."""
+        """An empty KVCache per layer. policy : one for all layers, or one for each.
+
+        A sliding layer's cache keeps what its queries no longer see: its bytes are
+        those of a full layer.
+        """
         L = self.config.layers
         policies = list(policy) if isinstance(policy, list | tuple) else [policy] * L
         if len(policies) != L:

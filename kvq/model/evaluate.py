@@ -13,7 +13,11 @@ own; the first positions of a window have little to look back at and are not sco
 
 Keys and values enter the cache as float16, are packed into `QuantizedTensor`s and read
 back. Each query sees the cache as it is when its token is the newest: a residual window
-counts as it does while a text is being generated (`kvq.model.attend` says how).
+counts as it does while a text is being generated (`kvq.model.attend` says how). Where
+keys are stored per channel, the newest tokens that do not fill a group yet are in full
+precision even with residual=0: a measurement that gives them scales of whole groups,
+which know of later tokens, finds more harm.
+
 Positions are treated as independent in the standard error; neighbours are not quite, so
 it is a little too small.
 """

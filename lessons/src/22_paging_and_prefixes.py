@@ -87,9 +87,7 @@ for B in (8, 16, 32, 64, 128, 256):
     empty = blocks * B - lengths
     waste[B] = empty.sum() / lengths.sum()
     print(f"B = {B:3}: {empty.mean():6.1f} empty places per sequence", end="")
-    print(
-        f" ((B - 1) / 2 = {(B - 1) / 2:5.1f}), {waste[B]:5.1%} of what is used", end=""
-    )
+    print(f" ((B - 1) / 2 = {(B - 1) / 2:5.1f}), {waste[B]:5.1%} of the used", end="")
     print(f", {blocks.mean():5.1f} table entries")
 assert waste[32] < 0.03
 
@@ -169,9 +167,8 @@ for D_, G, zeros in ((64, 64, 0), (64, 32, 1), (128, 64, 0), (80, 80, 0)):
     net = 32 * (codes + scales)
     per_token = 32 * rounded(codes + scales)
     per_block = rounded(32 * codes) + rounded(32 * scales)
-    print(
-        f"D = {D_:3}, G = {G:2}, {'zeros' if zeros else 'no zeros':8} {net:9}", end=""
-    )
+    name = f"D = {D_:3}, G = {G:2}, {'zeros' if zeros else 'no zeros'}"
+    print(f"{name:25} {net:9}", end="")
     print(f"{per_token:6} (+{per_token / net - 1:3.0%}) {per_block:5}", end="")
     print(f" (+{per_block / net - 1:.0%})")
 
@@ -202,19 +199,18 @@ def serve(tokens, k, v, tenant, index=index):
 first, matched = serve(text, K, V, "tenant a")
 cache = KVCache(KIVI)
 cache.append(K, V)
-print(
-    f"{matched} tokens found; blocks {first.blocks}; window {first.window[0].shape[2]}"
-)
+print(f"found: {matched} tokens; blocks: {first.blocks}; ", end="")
+print(f"in the window: {first.window[0].shape[2]} tokens")
 assert np.array_equal(first.attend(0, Q), cache.attend(Q))
 print("attention over the blocks and over the contiguous cache: the same bits")
 
 # %% [markdown]
 # ## A beginning that many share
 #
-# Eight requests begin with the same instructions: the first 384 tokens of our text. Each
-# goes on with 80 tokens of its own (other rows of the same layer, as stand-ins). The key
-# of a token depends on every token *before* it and on none after, so the blocks of the
-# common beginning are equal in all eight.
+# Eight requests begin with the same instructions: the first 384 tokens of our text.
+# Each goes on with 80 tokens of its own (other rows of the same layer, as stand-ins).
+# The key of a token depends on every token *before* it and on none after, so the blocks
+# of the common beginning are equal in all eight.
 #
 # **Predict.** One request fills 12 blocks, and its window holds the rest. How many
 # blocks do eight of them take if they share?
@@ -244,8 +240,8 @@ print("every output is, bit for bit, the one without sharing")
 assert counted == {"everyone alone": (96, 0), "one tenant": (12, 7 * 384)}
 
 # %% [markdown]
-# Seven eighths of the blocks are gone, and so is the work of computing them. The bytes
-# of sharing do not depend on how they are stored: a block that is not there takes none.
+# Seven eighths of the blocks are gone, and so is the work of computing them. That
+# factor is the same at 16 bits and at 2: a block that is not there takes no bytes.
 #
 # ## Fluent nonsense
 #
@@ -301,10 +297,10 @@ assert nonsense["as written"] < 0.01
 assert all(e > 0.2 for name, e in nonsense.items() if name != "as written")
 
 # %% [markdown]
-# None. All numbers are finite and of a usual size, the attention weights add up to 1, and
-# a model goes on in whole sentences. Only the sense is gone. One wrong block of
-# sixteen is enough. The way this happens in practice: a first request is right, and
-# every later one, which finds the block, is not.
+# None. All numbers are finite and of a usual size, and the attention weights sum to
+# one. People who met this report fluent text without sense, or a first request that is
+# right while every later one, which finds the block, is not. One wrong block of sixteen
+# is enough.
 #
 # Nothing downstream can notice. So whether two requests mean the same block must be
 # decided before it is read, from everything that decides its bytes:
@@ -321,7 +317,7 @@ assert all(e > 0.2 for name, e in nonsense.items() if name != "as written")
 # ## A key for a block
 #
 # A key is a digest of all that, chained: the digest of the block before it goes into
-# the next. Two things go wrong here. Python's `hash` is not made for this:
+# the next. Two things can go wrong here. Python's `hash` is not made for this:
 
 # %%
 print("hash((-1,)) == hash((-2,)):", hash((-1,)) == hash((-2,)))
@@ -411,13 +407,13 @@ for victim, guesser in (("everyone", "everyone"), ("tenant a", "tenant b")):
     print(f"{victim} and {guesser}: faster answers for {guess(shared, guesser)}")
 
 # %% [markdown]
-# The guesser never saw a byte of the block. The time to the first token was enough. Such
-# attacks have been carried out on serving systems and on public interfaces (Song et al.
-# 2024; Gu et al. 2025), and for vLLM this is CVE-2025-46570. Its remedy is the one
-# above: a *cache salt* per tenant in the key of the first block, from where the chain
-# carries it on. The salt must come from whoever checked the login, not from the
+# The guesser never saw a byte of the block. The time to the first token would have been
+# enough. Such attacks have been carried out on serving systems and on public interfaces
+# (Song et al. 2024; Gu et al. 2025), and for vLLM this is CVE-2025-46570. Its remedy is
+# the one above: a *cache salt* per tenant in the key of the first block, from where the
+# chain carries it on. The salt must come from whoever checked the login, not from the
 # request, which could name another tenant's. The price is that each tenant keeps a copy
-# of a prompt that all tenants share.
+# of a prompt that all tenants have in common.
 #
 # ## Shared until somebody writes
 #
@@ -444,10 +440,10 @@ print([table.blocks[-1] for table in four])
 assert beams.pool.used == 12 + 4
 
 # %% [markdown]
-# Three copies of one block, instead of three copies of 13. The fourth beam found itself
-# alone with the old block and wrote to it. A copy must take along everything: codes,
-# scales and zeros, of keys and of values, in all layers. A scale left behind is a case
-# of the table above.
+# Three more blocks, instead of three times 13. The fourth beam found itself alone with
+# the old block and wrote to it. A copy must take along everything: codes, scales and
+# zeros, of keys and of values, in all layers. A scale left behind is one more way to
+# nonsense.
 #
 # ## Which precision does a shared block have?
 #
@@ -485,7 +481,8 @@ answers = {
 errors = {name: metrics.output_error(exact, out) for name, (_, out) in answers.items()}
 for name, (tokens, out) in answers.items():
     same = np.array_equal(out, answers["alone"][1])
-    print(f"{name:26} {tokens} tokens from blocks, error {errors[name]:5.1%}", end="")
+    print(f"{name:26} {tokens} tokens before the window, ", end="")
+    print(f"error {errors[name]:5.1%}", end="")
     print(f", {'the same bits' if same else 'another answer'}")
 assert matched == 4 + 352
 assert np.array_equal(hit.attend(0, Q), alone.attend(Q))
@@ -494,7 +491,7 @@ assert np.array_equal(hit.attend(0, Q), alone.attend(Q))
 # With all blocks, the answer depends on what was asked before: the same request gets a
 # worse answer after the long chat than without it. So a hit returns only what the
 # request would have quantized by itself, in whole blocks, and never all tokens, since
-# the last one must be computed to get an answer. Then a hit changes no bit. Up to
+# the last one must be computed to get an answer. Then a hit changes no bit. Fewer than
 # $R + B$ tokens that are in the index are computed again. That is the price of the
 # window: work, not memory.
 #
@@ -527,10 +524,10 @@ assert 4 + 32 * blocks_of_hit == matched
 #
 # Paging removes empty room, sharing removes copies, quantization makes smaller what is
 # left. Here are all three on one workload: 32 requests of one tenant to a model of 32
-# layers with 8 KV heads of 128 channels. Each begins with the same 1,536 tokens and goes
-# on with its own; the limit is 8,192 tokens. "4 bits" is symmetric with a 16-bit scale
-# per 64 channels, which makes 16 bits 3.76 times smaller. We store it without a window
-# and with one of at least 128 tokens in 16 bits.
+# layers with 8 KV heads of 128 channels. Each begins with the same 1,536 tokens and
+# goes on with its own; the limit is 8,192 tokens. "4 bits" is symmetric with a 16-bit
+# scale per 64 channels, which makes 16 bits 3.76 times smaller. We store it without a
+# window and with one of at least 128 tokens in 16 bits.
 #
 # Tables, blocks and references below are the real ones. Only their contents are those
 # of a tiny model, which does not change how many there are.
@@ -548,9 +545,7 @@ stores = {
     "4 bits, R = 128": replace(INT4, residual=128),
 }
 own = np.minimum(rng.lognormal(6.0, 0.8, size=32), 8192 - 1536).astype(int)
-print(
-    f"{len(own)} requests: 1,536 tokens in common, {own.mean():.0f} of their own (mean)"
-)
+print(f"{len(own)} requests, 1,536 tokens in common, {own.mean():.0f} own ones (mean)")
 
 
 def total(policy, paged=True, shared=True):
@@ -589,6 +584,8 @@ for column, (key, hatch, label) in enumerate(looks):
     )
     ax.bar_label(bars, [f"{v:.2g}" for v in values], padding=3)
 ax.set(xscale="log", xlabel="GiB", xlim=(0.3, 80))
+ax.set_xticks([0.5, 1, 2, 5, 10, 20], [0.5, 1, 2, 5, 10, 20])
+ax.minorticks_off()
 ax.set_yticks(range(3), list(totals))
 ax.invert_yaxis()
 ax.legend(loc="lower right")
@@ -601,11 +598,9 @@ print(f"paging {factors[0]:.2f}, sharing {factors[1]:.2f}")
 for column, name in ((1, "4 bits"), (2, "4 bits, R = 128")):
     saved = [row[0] / row[column] for row in totals.values()]
     together, product = whole[0] / shared[column], np.prod(factors) * saved[0]
-    print(
-        f"{name:15} saves {saved[0]:.2f} in one piece, {saved[1]:.2f} in blocks", end=""
-    )
-    print(f", {saved[2]:.2f} shared; all three {together:.1f}", end="")
-    print(f", the product is {product:.1f}")
+    print(f"{name:15} saves {saved[0]:.2f} in one piece, ", end="")
+    print(f"{saved[1]:.2f} in blocks, {saved[2]:.2f} in shared blocks; ", end="")
+    print(f"all three {together:.1f}, the product is {product:.1f}")
     if column == 1:
         assert np.isclose(together, product)
 
@@ -616,32 +611,28 @@ for column, name in ((1, "4 bits"), (2, "4 bits, R = 128")):
 # larger is its part of what remains.
 #
 # They differ in what they cost, too. Paging costs a table, and half a block per
-# sequence. Sharing costs a key that must not be wrong. Quantization is the only one that
-# changes what comes out.
+# sequence. Sharing costs a key that must not be wrong. Quantization is the only one
+# that changes what comes out.
 #
 # ## Takeaway
 
 # %%
 windowed = whole[0] / shared[2]
-print(
-    f"paging x{factors[0]:.1f}, sharing x{factors[1]:.1f}, 4 bits x{16 / 4.25:.2f}",
-    end="",
-)
-print(
-    f": together x{whole[0] / shared[1]:.0f}, and x{windowed:.0f} with a window of 128"
-)
-misread = min(e for name, e in nonsense.items() if name != "as written")
-print(f"one block of 16 misread: at least {misread:.0%} error of the output")
-assert [round(float(f), 1) for f in factors] == [3.9, 3.5]
+three = *factors, whole[0] / whole[1]
+print("paging x{:.1f}, sharing x{:.1f}, 4 bits x{:.2f}".format(*three), end="")
+print(f": together x{whole[0] / shared[1]:.0f}, with the window x{windowed:.0f}")
+misread = [100 * e for name, e in nonsense.items() if name != "as written"]
+print(f"one block of 16 misread: error {min(misread):.0f} to {max(misread):.0f} %")
+assert [round(float(f), 2) for f in three] == [3.92, 3.48, 3.76]
 assert (round(whole[0] / shared[1]), round(windowed)) == (51, 32)
-assert round(100 * misread) == 22
+assert (round(min(misread)), round(max(misread))) == (22, 189)
 
 # %% [markdown]
-# > **On 32 requests that share 1,536 of about 2,100 tokens, blocks save a factor of 3.9
-# > over reserving 8,192 tokens each, sharing 3.5 more, and 4 bits 3.76 more: 51 together,
-# > but 32 with a full-precision window of 128 tokens, which nobody can share. A block
-# > read with the wrong format gives no error. One of sixteen key blocks is enough to
-# > put the output 22 % to 189 % off, in finite numbers.**
+# > **For 32 requests that share 1,536 of about 2,100 tokens, blocks save a factor of
+# > 3.9 over reserving 8,192 tokens each, sharing 3.5 more, and 4 bits 3.76 more: 51
+# > together, but 32 with a full-precision window of 128 tokens, which is never shared.
+# > A block read with the wrong format gives no error: one of sixteen key blocks puts
+# > the output of layer 15 of SmolLM2-135M 22 % to 189 % off, in finite numbers.**
 #
 # ## Further reading
 #
@@ -652,8 +643,8 @@ assert round(100 * misread) == 22
 # - Song et al., *The Early Bird Catches the Leak: Unveiling Timing Side Channels in LLM
 #   Serving Systems*, 2024, arXiv 2409.20002.
 # - Gu et al., *Auditing Prompt Caching in Language Model APIs*, 2025, arXiv 2502.07776.
-# - vLLM: [CVE-2025-46570](https://osv.dev/vulnerability/PYSEC-2025-53), the timing of
-#   hits; [pull request 17045](https://github.com/vllm-project/vllm/pull/17045), the salt.
+# - vLLM: CVE-2025-46570, the timing of hits, and
+#   [pull request 17045](https://github.com/vllm-project/vllm/pull/17045), the salt.
 # - The traps, where they were found:
 #   [vLLM issue 54338](https://github.com/vllm-project/vllm/issues/54338), bfloat16 read
 #   as float16;

@@ -311,13 +311,24 @@ def test_numbers_beyond_the_largest_scale_do_not_warn(name):
         assert not np.isfinite(back[1:]).all(axis=-1).any()
 
 
-@pytest.mark.parametrize("name", [*GOLDEN, "f16", "bf16", "f32"])
+@pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e30 * 1e3])
 def test_numbers_that_are_not_finite_are_refused(name, bad):
     x = ramp(64)
     x[40] = bad
     with pytest.raises(ValueError, match="valid: finite numbers"):
         FORMATS[f"ggml:{name}"].encode(x)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_plain_types_store_inf_and_nan_as_they_are(name):
+    x = np.float32([np.nan, np.inf, -np.inf, 3, 1e38])
+    kind = FORMATS[f"ggml:{name}"]
+    data = kind.encode(x)
+    back = kind.decode(data, x.shape)
+    large = np.inf if name == "f16" else 1e38
+    np.testing.assert_allclose(back, [np.nan, np.inf, -np.inf, 3, large], rtol=2**-8)
+    assert data == gguf_quantize(x, name)
 
 
 # --- refusals -------------------------------------------------------------------------

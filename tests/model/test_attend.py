@@ -47,10 +47,6 @@ def in_chunks(policy, sizes, window=None):
     return np.concatenate(out, axis=-2), cache
 
 
-def stored(cache):
-    return [a for stream in cache.rows[0] for a in stream.arrays]
-
-
 # float32 scores up to some 1e3 are off by 1e-4, which moves weights by as much.
 TOLERANCE = 2e-3
 
@@ -95,15 +91,16 @@ def test_to_store_the_whole_chunk_first_would_be_noticed(name):
     assert np.abs(cache.attend(Q, scale=SCALE) - expected).max() > 20 * TOLERANCE
 
 
-def test_after_a_crop_the_window_is_what_it_was_read_as():
-    policy = replace(POLICIES["blocks"], residual=6)
-    cache = KVCache(policy)
-    cache.append(K[:, :50], V[:, :50])
-    cache.crop(37)  # cuts the block of tokens 32..39
-    out = attend(cache, Q[:, 37:60], K[:, 37:60], V[:, 37:60], SCALE)
-    slow = KVCache(policy)
-    slow.append(K[:, :50], V[:, :50])
-    slow.crop(37)
+# With a window of 13, the crop leaves more tokens stored than its length would have.
+@pytest.mark.parametrize(("residual", "stored"), [(6, 32), (13, 32)])
+def test_after_a_crop_the_window_is_what_it_was_read_as(residual, stored):
+    policy = replace(POLICIES["blocks"], residual=residual)
+    fast, slow = KVCache(policy), KVCache(policy)
+    for cache in (fast, slow):
+        cache.append(K[:, :50], V[:, :50])
+        cache.crop(37)  # cuts the block of tokens 32..39, where it is stored
+        assert cache.report()[0]["quantized"] == stored
+    out = attend(fast, Q[:, 37:60], K[:, 37:60], V[:, 37:60], SCALE)
     for i in range(37, 60):
         slow.append(K[:, i : i + 1], V[:, i : i + 1])
         expected = slow.attend(Q[:, i : i + 1], scale=SCALE)

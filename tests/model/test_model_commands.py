@@ -55,6 +55,21 @@ def test_capture_writes_what_a_study_reads(kvq, tmp_path):
     assert sample.q.shape == (6, 7, 10)
 
 
+def test_a_model_that_wants_a_first_token_gets_it(kvq, tmp_path):
+    metadata = {"tokenizer__ggml__model": "llama", "tokenizer__ggml__bos_token_id": 5}
+    write(tmp_path / "b.gguf", LLAMA, random_weights(LLAMA), **metadata)
+    ids = np.load(tmp_path / "ids.npy")
+    line = "capture b.gguf --layers 0 --length 70 --tokens ids.npy --out c.npz"
+    assert kvq(line)[0] == 0
+    with np.load(tmp_path / "c.npz") as arrays:
+        np.testing.assert_array_equal(arrays["token_ids"], [5, *ids[:69]])
+    line = EVAL.replace("m.gguf", "b.gguf") + " --policies fp16 --json"
+    with_bos, without = (
+        json.loads(kvq(x)[1]) for x in (line, f"{EVAL} --policies fp16 --json")
+    )
+    assert with_bos[0]["perplexity"] != without[0]["perplexity"]
+
+
 EVAL = "eval m.gguf --tokens ids.npy --window 45 --start 9 --windows 2 --quiet"
 
 

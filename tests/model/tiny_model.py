@@ -74,7 +74,8 @@ def write(path, c, weights, quantized=(), **changes):
     if c["window"]:
         out.add_sliding_window(c["window"])
     for key, value in changes.items():
-        out.add_string(key.replace("__", "."), value)
+        add = out.add_string if isinstance(value, str) else out.add_uint32
+        add(key.replace("__", "."), value)
     for name, x in weights.items():
         if name in quantized:
             kind = quantized[name]
