@@ -14,13 +14,16 @@ def rne(v):
     return np.rint(v)
 
 
-def rha(v):
-    """Round half away from zero, exactly: C `roundf`.
+BELOW_HALF = np.nextafter(f32(0.5), f32(0))
 
-    floor(|v| + 0.5) in binary32 would give 1 for 0.49999997.
+
+def rha(v):
+    """Round half away from zero, exactly, for binary32 v: C `roundf`.
+
+    trunc(v + h), h just below a half, with the sign of v. Adding 1/2 itself would give
+    1 for 0.49999997.
     """
-    whole = np.trunc(v)
-    return whole + np.copysign(np.abs(v - whole) >= f32(0.5), v)
+    return np.trunc(v + np.copysign(BELOW_HALF, v))
 
 
 def trh(v):

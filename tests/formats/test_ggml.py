@@ -250,7 +250,7 @@ def plain_iq4_nl(x):
     """One block, one number after the other, every operation in float32."""
     f32, extreme = np.float32, x[np.abs(x).argmax()]
     if abs(extreme) < 1e-15:
-        return np.float16(0), [8] * 32
+        return f32(0), [8] * 32
     inverse_d = f32(1) / (extreme / f32(-127))
     codes = [nearest_iq4_nl(value * inverse_d) for value in x]
     top = bottom = f32(0)
@@ -258,7 +258,7 @@ def plain_iq4_nl(x):
         w, level = value * value, f32(IQ4_NL[code])
         top += w * level * value
         bottom += w * level * level
-    return np.float16(top / bottom), codes
+    return top / bottom, codes
 
 
 @pytest.mark.parametrize("blocks", [b for b in BLOCKS if b is not huge])
@@ -266,12 +266,15 @@ def test_iq4_nl_is_what_one_number_at_a_time_gives(blocks):
     x = blocks(np.random.default_rng(3), 40).astype(np.float32)
     x = x * np.minimum(1e6 / np.abs(x).max(axis=1, keepdims=True, initial=1), 1)
     x = x.astype(np.float32)
-    data = np.frombuffer(FORMATS["ggml:iq4_nl"].encode(x), np.uint8).reshape(-1, 18)
+    kind = FORMATS["ggml:iq4_nl"]
+    data = np.frombuffer(kind.encode(x), np.uint8).reshape(-1, 18)
     for row, got in zip(x, data, strict=True):
         with np.errstate(under="ignore"):
             d, codes = plain_iq4_nl(row)
-        assert got[:2].tobytes() == d.tobytes()
+        assert got[:2].tobytes() == np.float16(d).tobytes()
         assert [*(got[2:] & 15), *(got[2:] >> 4)] == codes
+        if d:
+            assert kind.best_scale(row[None], kind.levels[codes][None]) == d
 
 
 # --- degenerate blocks ----------------------------------------------------------------
@@ -425,6 +428,14 @@ def test_rounding_rules_just_below_a_half():
     assert rha(v).tolist() == [0, 0, 1, -1, 2, -3, 2, 0, 0]
     assert trh(v).tolist() == [1, -1, 1, -1, 2, -3, 2, 0, 0]
     assert trc(np.float32([-0.4, 0.6, 7.5]), 8.5).tolist() == [8, 9, 16]
+
+
+def test_half_away_is_exact_at_every_half_and_beside_it():
+    v = np.concatenate([np.arange(2**16), 2.0 ** np.arange(16, 22)]) + 0.5
+    v = np.concatenate([v, -v]).astype(np.float32)
+    for beside in (v, np.nextafter(v, np.float32(0)), np.nextafter(v, 2 * v)):
+        exact = np.floor(np.abs(beside.astype(np.float64)) + 0.5)
+        np.testing.assert_array_equal(rha(beside), np.copysign(exact, beside))
 
 
 def test_the_inverse_of_nothing_is_zero():
