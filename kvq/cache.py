@@ -41,6 +41,7 @@ class Stream:
     sinks: np.ndarray
     chunks: tuple[QuantizedTensor, ...]
     window: np.ndarray
+    dropped: int = 0  # quantized tokens that a sliding window has given up
 
     @property
     def lengths(self):
@@ -57,10 +58,10 @@ class Stream:
         """With the tokens x (H, t, D), laid out as `split(T)` says."""
         window = np.concatenate([self.window, x.astype(self.window.dtype)], axis=-2)
         now = self.lengths
-        sinks, quantized, _ = split(sum(now) + x.shape[-2])
+        sinks, quantized, _ = split(sum(now) + self.dropped + x.shape[-2])
         # A crop may have left fewer sinks, or more quantized tokens, than split says.
         fill = sinks - now[0]
-        flush = max(quantized - now[1], 0)
+        flush = max(quantized - self.dropped - now[1], 0)
         chunks = self.chunks
         if flush:
             block = quantize(window[:, fill : fill + flush], self.scheme)
@@ -71,6 +72,13 @@ class Stream:
             chunks=chunks,
             window=window[:, fill + flush :].copy(),  # a view would keep it all alive
         )
+
+    def slide(self, W, block):
+        """Without the blocks that no later query sees through a window of W tokens."""
+        T = sum(self.lengths) + self.dropped
+        unseen = max(T - self.sinks.shape[-2] - (W - 1), 0) // block * block
+        chunks = _drop_chunks(self.chunks, unseen - self.dropped)
+        return replace(self, chunks=chunks, dropped=max(unseen, self.dropped))
 
     def crop(self, tokens, block):
         """The first `tokens` tokens; a block that is cut returns to the window.
@@ -125,17 +133,29 @@ def _crop_chunks(chunks, tokens):
     return tuple(kept)
 
 
+def _drop_chunks(chunks, tokens):
+    kept = []
+    for chunk in chunks:
+        if chunk.tokens > tokens:
+            kept.append(chunk.drop(tokens) if tokens > 0 else chunk)
+        tokens -= chunk.tokens
+    return tuple(kept)
+
+
 class KVCache:
     """The keys and values of a batch of sequences, stored by a policy.
 
     policy : a `Policy` or the name of one in `PRESETS`.
     value_dim : width of the values in a latent cache (a policy with value=None).
+    sliding_window : W; a query sees the newest W tokens (itself included) and the
+        sinks. Blocks that no later query sees are given up at the next `append`.
+        None: every token is kept. W must be larger than the policy's residual.
 
     Raises ValueError for an unknown policy, one whose groups span all tokens, or a
-    value_dim that does not fit.
+    value_dim or sliding_window that does not fit.
     """
 
-    def __init__(self, policy_or_name, value_dim=None):
+    def __init__(self, policy_or_name, value_dim=None, sliding_window=None):
         self.policy = policy(policy_or_name)
         self.block = self.policy.block
         if (self.policy.value is None) != (value_dim is not None):
@@ -146,16 +166,23 @@ class KVCache:
         if value_dim is not None and (type(value_dim) is not int or value_dim < 1):
             raise ValueError(f"value_dim={value_dim!r}; valid: an integer >= 1")
         self.value_dim = value_dim
+        W, R = sliding_window, self.policy.residual
+        if W is not None and (type(W) is not int or W <= R):
+            raise ValueError(
+                f"sliding_window={W!r}; valid: an integer > {R}, the policy's "
+                "residual, or None"
+            )
+        self.sliding_window = W
         self.rows = []  # per sequence: (keys,) or (keys, values), each a Stream
 
     # --- what is there ----------------------------------------------------------------
     @property
     def lengths(self):
-        """Tokens of each sequence: a list of B integers."""
+        """Tokens stored of each sequence: a list of B integers."""
         return [sum(row[0].lengths) for row in self.rows]
 
     def __len__(self):
-        """Tokens of the longest sequence."""
+        """Tokens stored of the longest sequence."""
         return max(self.lengths, default=0)
 
     @property
@@ -213,6 +240,9 @@ class KVCache:
             raise TypeError(f"mask has dtype {mask.dtype}; expected bool")
         rows = self.rows or [self._new_row(tensors)] * B
         mask = mask.reshape(B, t)
+        if self.sliding_window is not None:
+            W = self.sliding_window
+            rows = [tuple(s.slide(W, self.block) for s in row) for row in rows]
         self.rows = [
             tuple(
                 stream.append(x[b][:, mask[b]], self.policy.split)
@@ -350,9 +380,20 @@ class KVCache:
         )
         return out[0] if q.ndim == 3 else out
 
+    def _recent(self, b, T_q):
+        """Which stored tokens the newest T_q queries see: the sinks and W others."""
+        sinks, T = self.rows[b][0].lengths[0], self.lengths[b]
+        token, query = np.arange(T), np.arange(T - T_q, T)[:, None]
+        return (token < sinks) | (query - token < self.sliding_window)
+
     def _attend_row(self, b, q, tile, mask, options):
         T = self.lengths[b]
         D_v = self.value_dim or self.rows[b][-1].window.shape[-1]
         if mask is not None:
             mask = mask[b, ..., :T]
+        if self.sliding_window is not None:
+            recent = self._recent(b, q.shape[-2])
+            mask = np.broadcast_to(recent, (*q.shape[:-1], T)) & (
+                True if mask is None else mask
+            )
         return decode(q, self.tiles(b, tile), T, D_v, mask=mask, **options).out

@@ -77,20 +77,27 @@ class QuantizedTensor:
 
         `tokens` must be whole groups. Raises ValueError otherwise.
         """
+        return self._cut(slice(0, tokens), tokens, f"cannot crop to {tokens} tokens")
+
+    def drop(self, tokens):
+        """All but the first `tokens` tokens, likewise."""
+        return self._cut(slice(tokens, None), tokens, f"cannot drop {tokens} tokens")
+
+    def _cut(self, keep, at, message):
         block = self.scheme.token_block
-        whole = tokens == self.tokens or (block is not None and tokens % block == 0)
-        if not (whole and 0 <= tokens <= self.tokens):
+        whole = at == self.tokens or (block is not None and at % block == 0)
+        if not (whole and 0 <= at <= self.tokens):
             raise ValueError(
-                f"cannot crop to {tokens} tokens; valid: multiples of {block} "
-                f"up to {self.tokens}"
+                f"{message}; valid: multiples of {block} up to {self.tokens}"
             )
-        groups = self.scheme.metadata_shape(*self.shape[-3:-2], tokens, self.shape[-1])
-        parts = {"codes": self.codes[..., :tokens, :].copy()}
+        start, stop, _ = keep.indices(self.tokens)
+        H, D = self.shape[-3], self.shape[-1]
+        first, last = (self.scheme.metadata_shape(H, n, D)[1] for n in (start, stop))
+        parts = {"codes": self.codes[..., start:stop, :].copy()}
         for name in ("scale", "zero"):
             a = getattr(self, name)
-            parts[name] = None if a is None else a[..., : groups[1], :].copy()
-        shape = (*self.shape[:-2], tokens, self.shape[-1])
-        return replace(self, shape=shape, **parts)
+            parts[name] = None if a is None else a[..., first:last, :].copy()
+        return replace(self, shape=(*self.shape[:-2], stop - start, D), **parts)
 
 
 def quantize(x, scheme):

@@ -188,18 +188,29 @@ class Hqq(RowPacked):
         e' keeps the large errors of e and drops the small ones: minimizing
         ||e||_p^p, p < 1, by half-quadratic splitting.
         """
-        best = np.inf
+        best, size = np.inf, np.empty_like(m)
         for _ in range(self.iterations):
-            codes = self.codes(m, s, z).astype(f32)
-            e = m - (codes - z) / s
-            z = np.mean(
-                codes - (m - self.shrink(e)) * s, self.groups_along, keepdims=True
-            )
-            error = np.abs(e).mean()
+            refined = np.empty_like(z)
+            for part in self.parts(m):
+                codes = self.codes(m[part], s[part], z[part]).astype(f32)
+                e = m[part] - (codes - z[part]) / s[part]
+                shrunk = (m[part] - self.shrink(e)) * s[part]
+                refined[part] = np.mean(
+                    codes - shrunk, self.groups_along, keepdims=True
+                )
+                size[part] = np.abs(e)
+            z, error = refined, size.mean()
             if error >= best:
                 break
             best = error
         return z
+
+    def parts(self, m):
+        """Slices of whole groups, so few that what is computed stays in the cache."""
+        other = 1 - self.groups_along
+        step = max(2**15 // m.shape[self.groups_along], 1)
+        cuts = [slice(i, i + step) for i in range(0, m.shape[other], step)]
+        return [(slice(None), cut) if other else (cut,) for cut in cuts]
 
     def shrink(self, e):
         """e' = sign(e) max(|e| - |e|^(p - 1) / beta, 0)."""
