@@ -27,8 +27,9 @@ lessons: .venv/.installed ## run every lesson, draw the figures, write lessons/h
 test: .venv/.installed ## run the tests (ARGS="-k name" picks some)
 	$(PY) -m pytest $(ARGS)
 
-figures: .venv/.installed ## compute the figures' data and draw them again
+figures: .venv/.installed ## compute the figures' data, draw them, fill README's table
 	$(PY) figures/make.py
+	$(PY) figures/tables.py
 
 html: .venv/.installed ## write lessons/html/ from the lessons that have run
 	$(PY) lessons/build.py html
@@ -41,6 +42,7 @@ check: .venv/.installed ## lint, format, and drift of notebooks and figures' dat
 	$(PY) -m ruff format --check
 	$(PY) lessons/build.py check
 	$(PY) figures/make.py --check
+	$(PY) figures/tables.py --check
 
 bench: .venv/.installed ## time quantize and pack on this machine
 	$(PY) tests/bench_quantize.py

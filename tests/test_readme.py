@@ -59,6 +59,19 @@ def test_the_number_of_formats_is_right():
     assert int(re.search(r"# (\d+) cache formats", README)[1]) == len(all_formats())
 
 
+def test_what_the_readme_says_about_four_bits_is_in_the_data():
+    rows, _ = read_table(ROOT / "figures/data/quality_smollm2.csv")
+    change = {row["policy"]: row["change_percent"] for row in rows}
+    low, high = re.search(r"anything from ([\d.]+) to (\d+) %", README).groups()
+    four = [
+        change[name]
+        for name in change
+        if "4" in name.split("-")[0] and "fp16" not in name
+    ] + [change["kivi-4"]]
+    assert f"{min(four):.1f}" == low
+    assert round(max(four)) == int(high)
+
+
 def test_every_lesson_is_in_the_table():
     notebooks = sorted(p.stem for p in (ROOT / "lessons").glob("[0-9][0-9]_*.ipynb"))
     assert notebooks
@@ -71,10 +84,11 @@ def test_the_commands_of_the_readme_exist(capsys):
     from kvq.cli import main
 
     lines = re.findall(r"^kvq (.+?)(?:  #.*)?$", README, re.M)
-    assert len(lines) == 7
+    assert len(lines) == 10
     for line in lines:
-        command, *arguments = line.split()
+        command, *arguments = line.split("#")[0].split()
         with pytest.raises(SystemExit) as exit_:
             main([command, *arguments, "--help"])
         assert exit_.value.code == 0
-        assert "--json" in capsys.readouterr().out
+        writes_a_file = command in ("model", "capture")
+        assert ("--json" in capsys.readouterr().out) != writes_a_file

@@ -1,0 +1,66 @@
+"""Write the tables of README.md from the recorded data, between their markers.
+
+python figures/tables.py            rewrite README.md
+python figures/tables.py --check    exit with 1 if it differs
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from kvq.tables import read_table
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma-3-270m"}
+
+
+def quality():
+    """Perplexity against the unquantized cache, a row a policy, a column a model."""
+    columns, header = {}, ["policy", "bits"]
+    for name, title in MODELS.items():
+        rows, _ = read_table(ROOT / f"figures/data/quality_{name}.csv")
+        columns[name] = {row["policy"]: row for row in rows}
+        header += [f"{title}: perplexity", "KL"]
+    lines = [header, ["---"] * 2 + ["---:"] * 4]
+    for policy, row in columns["smollm2"].items():
+        cells = [f"`{policy}`", f"{row['bits_per_element']:.2f}"]
+        for column in columns.values():
+            cells += _cells(column.get(policy))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row):
+    if row is None:
+        return ["not measured", ""]
+    change = f"{row['change_percent']:+.2f} % ± {row['se_percent']:.2f}"
+    return [change, f"{row['kl']:.4f}"]
+
+
+def with_table(text, name, table):
+    """`text` with what stands between the markers of `name` replaced."""
+    marker = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+    new, count = re.subn(marker, lambda m: m[1] + table + m[2], text, flags=re.S)
+    if count != 1:
+        raise ValueError(f"README.md has {count} places for the table {name!r}, not 1")
+    return new
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    check = parser.parse_args(argv).check
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = with_table(old, "quality", quality())
+    if check and new != old:
+        print("README.md is not what the data says: run `make figures`")
+        return 1
+    if not check:
+        path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
