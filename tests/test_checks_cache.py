@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from answers import assert_explained, assert_passes
 
 from kvq import checks
 from kvq.attention import softmax
@@ -52,10 +53,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("check", RIGHT, ids=lambda check: check.__name__)
 def test_right_answer_passes_and_says_so(check, capsys):
-    check(RIGHT[check])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines
-    assert all(line.startswith("ok: ") for line in lines)
+    assert_passes(check, RIGHT[check], capsys)
 
 
 # --- wrong answers --------------------------------------------------------------------
@@ -155,8 +153,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("check", "wrong", "cause"), WRONG)
 def test_wrong_answer_is_explained(check, wrong, cause):
-    with pytest.raises(AssertionError, match=cause) as failure:
-        check(wrong)
-    text = str(failure.value)
-    assert "expected" in text
-    assert "got" in text
+    assert_explained(check, wrong, cause)

@@ -1,6 +1,7 @@
 """Checks of the lesson on paging and prefixes."""
 
 import pytest
+from answers import assert_explained, assert_passes
 
 from kvq import checks
 
@@ -25,10 +26,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(("check", "answer"), RIGHT)
 def test_right_answer_passes_and_says_so(check, answer, capsys):
-    check(answer)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines
-    assert all(line.startswith("ok: ") for line in lines)
+    assert_passes(check, answer, capsys)
 
 
 # --- wrong answers --------------------------------------------------------------------
@@ -81,8 +79,4 @@ WRONG = [
 
 @pytest.mark.parametrize(("check", "wrong", "cause"), WRONG)
 def test_wrong_answer_is_explained(check, wrong, cause):
-    with pytest.raises(AssertionError, match=cause) as failure:
-        check(wrong)
-    text = str(failure.value)
-    assert "expected" in text
-    assert "got" in text
+    assert_explained(check, wrong, cause)
