@@ -298,6 +298,17 @@ def bytes_per_token(policy, shape, tokens=None):
     return (shape.layers if short else shape.growing_layers) * nbytes / block
 
 
+def page_bytes(policy, shape, page):
+    """Bytes of a page of `page` quantized tokens in every layer that grows.
+
+    0 for page=1: no pages. A page is a multiple of the policy's block.
+    """
+    tokens, nbytes = _block(policy, shape)
+    if page == 1:
+        return 0
+    return shape.growing_layers * nbytes * page // tokens
+
+
 # --- the inverse ----------------------------------------------------------------------
 # peak(T) = max bytes(T'), T' <= T
 def peak_bytes(policy, shape, tokens, batch=1, **options):

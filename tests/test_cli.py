@@ -413,3 +413,25 @@ def test_csv_and_json_agree(kvq, small, tmp_path):
     lines = (tmp_path / "kvq-study/codebook.csv").read_text().splitlines()
     rows = list(csv.DictReader(x for x in lines if not x.startswith("#")))
     assert [float(r["nmse"]) for r in rows] == [r["nmse"] for r in json.loads(out)]
+
+
+def test_plan_shows_pages_where_there_are_some(kvq):
+    plain = kvq("plan --config llama-3.1-8b --policies fp16,kivi-4")[1]
+    assert "KiB/page" not in plain
+    paged = kvq("plan --config llama-3.1-8b --policies fp16,kivi-4 --page 64")[1]
+    assert "KiB/page" in paged
+    rows = json.loads(
+        kvq("plan --config llama-3.1-8b --policies fp16,ggml:q8_0 --page 64 --json")[1]
+    )["rows"]
+    assert [row["page_bytes"] for row in rows] == [64 * 131072, 64 * 131072 * 8.5 / 16]
+
+
+def test_plan_counts_a_shared_prefix_once(kvq):
+    command = "plan --config llama-3.1-8b --policies int4-token-g64,ggml:q8_0 --json"
+    alone, shared = (
+        json.loads(kvq(f"{command} --batch 4 --page 256 {more}")[1])["rows"]
+        for more in ("", "--prefix 4096")
+    )
+    for before, after in zip(alone, shared, strict=True):
+        saved = before["cache_bytes"] - after["cache_bytes"]
+        assert saved == 3 * 4096 * before["bytes_per_token"]

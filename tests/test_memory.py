@@ -19,6 +19,7 @@ from kvq.memory import (
     ideal_bytes,
     max_batch,
     max_tokens,
+    page_bytes,
     peak_bytes,
     shared_bytes,
 )
@@ -701,3 +702,11 @@ def test_users_with_a_prefix_pay_for_it_once():
         assert max_batch("int4-token-g64", budget, shape, 100, prefix=80) == users
         assert max_batch("int4-token-g64", budget - 1, shape, 100, prefix=80) < users
     assert max_batch("int4-token-g64", 7 * one, shape, 100) == 7
+
+
+def test_a_page_costs_what_its_tokens_do():
+    shape = ModelShape(layers=3, kv_heads=2, head_dim=64)
+    key, value = PRESETS["kivi-4"].schemes
+    expected = 3 * (key.nbytes(2, 64, 64) + value.nbytes(2, 64, 64))
+    assert page_bytes("kivi-4", shape, 64) == expected
+    assert page_bytes("kivi-4", shape, 1) == 0

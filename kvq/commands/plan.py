@@ -101,7 +101,9 @@ def plan(options):
         print_json({"shape": asdict(rank), **facts, "rows": rows, "advice": advice})
         return
     print(_plan_heading(rank, device, weights, options))
-    print(*table([_plan_titles(device), *map(_plan_cells, rows)]), sep="\n")
+    paged = any(row["page_bytes"] for row in rows)
+    cells = (_plan_cells(row, paged) for row in rows)
+    print(*table([_plan_titles(device, paged), *cells]), sep="\n")
     print(*(textwrap.fill(text, 88) for text in [*PLAN_NOTES, *advice]), sep="\n")
 
 
@@ -167,7 +169,7 @@ def _device(options):
 
 def _plan_rows(shape, device, weights, options):
     from kvq.formats.plan import format_plan
-    from kvq.memory import bits_per_element, bytes_per_token
+    from kvq.memory import bits_per_element, bytes_per_token, page_bytes
     from kvq.roofline import max_speedup
     from kvq.roofline import plan as plan_rows
 
@@ -199,6 +201,7 @@ def _plan_rows(shape, device, weights, options):
                     "policy": name,
                     "bits_per_element": bits_per_element(name, shape),
                     "bytes_per_token": bytes_per_token(name, shape),
+                    "page_bytes": page_bytes(name, shape, options.page or 1),
                     "cache_bytes": _cache_bytes(name, shape, options),
                     "max_speedup": max_speedup(name, shape),
                 }
@@ -255,20 +258,21 @@ def _plan_heading(shape, device, weights, options):
     )
 
 
-def _plan_titles(device):
-    sizes = ["policy", "bits/number", "KiB/token", "cache"]
+def _plan_titles(device, paged):
+    sizes = ["policy", "bits/number", "KiB/token", *["KiB/page"] * paged, "cache"]
     fits = [] if device is None else ["total", "fits", "max tokens", "max users"]
     known = device is not None and device.bandwidth < math.inf
     return [*sizes, *fits, "speed-up <=", *(["limited by"] if known else [])]
 
 
-def _plan_cells(row):
+def _plan_cells(row, paged):
     from kvq.memory import format_bytes
 
     cells = [
         row["policy"],
         f"{row['bits_per_element']:.3f}",
         f"{row['bytes_per_token'] / 1024:.2f}",
+        *[f"{row['page_bytes'] / 1024:,.0f}"] * paged,
         format_bytes(row["cache_bytes"]),
     ]
     if "fits" in row:
