@@ -22,7 +22,7 @@ from kvq.scheme import policy as find_policy
 PARTS = ("codes", "scales", "zeros", "window", "sinks", "padding")
 
 
-def _integer(name, value, low):
+def checked_integer(name, value, low):
     """`value` as an int (NumPy integers welcome). Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
         raise ValueError(f"{name}={value!r}; valid: an integer >= {low}")
@@ -60,7 +60,7 @@ class ModelShape:
 
     def __post_init__(self):
         for name in ("layers", "kv_heads", "head_dim"):
-            _integer(name, getattr(self, name), 1)
+            checked_integer(name, getattr(self, name), 1)
         for name in (
             "value_dim",
             "q_heads",
@@ -69,7 +69,7 @@ class ModelShape:
             "max_positions",
         ):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 1)
+                checked_integer(name, getattr(self, name), 1)
         self._check_sliding()
         if (self.q_heads or self.kv_heads) % self.kv_heads:
             raise ValueError(
@@ -81,7 +81,7 @@ class ModelShape:
             )
 
     def _check_sliding(self):
-        _integer("sliding_layers", self.sliding_layers, 0)
+        checked_integer("sliding_layers", self.sliding_layers, 0)
         if self.sliding_layers > self.layers:
             raise ValueError(
                 f"sliding_layers={self.sliding_layers}; valid: 0..{self.layers}"
@@ -138,7 +138,7 @@ class ModelShape:
         is held by ranks / H of them. So a latent, one head, is whole on every rank.
         How the weights split is not modelled: `weight_params` becomes None.
         """
-        ranks = _integer("tensor_parallel", ranks, 1)
+        ranks = checked_integer("tensor_parallel", ranks, 1)
         even = self.kv_heads % ranks == 0 or ranks % self.kv_heads == 0
         if not even or (self.q_heads or ranks) % ranks:
             raise ValueError(
@@ -203,10 +203,13 @@ def cache_parts(
     Raises ValueError, naming the value and the valid ones.
     """
     policy = stored_policy(policy, shape)
-    tokens, batch = _integer("tokens", tokens, 0), _integer("batch", batch, 1)
+    tokens, batch = (
+        checked_integer("tokens", tokens, 0),
+        checked_integer("batch", batch, 1),
+    )
     if window_dtype not in FLOATS:
         raise ValueError(f"window_dtype={window_dtype!r}; valid: {', '.join(FLOATS)}")
-    if _integer("page", page, 1) > 1 and page % policy.block:
+    if checked_integer("page", page, 1) > 1 and page % policy.block:
         raise ValueError(
             f"page={page}; valid: multiples of the policy's block of {policy.block}"
         )
@@ -260,8 +263,8 @@ def shared_bytes(policy, shape, tokens, prefix, page=1):
         each sequence keeps for itself. Layers that slide have moved on.
     """
     policy = stored_policy(policy, shape)
-    prefix = min(_integer("prefix", prefix, 0), tokens)
-    step = math.lcm(page, policy.block)
+    prefix = min(checked_integer("prefix", prefix, 0), tokens)
+    step = math.lcm(checked_integer("page", page, 1), policy.block)
     inside = min(policy.split(tokens)[1], max(prefix - policy.sinks, 0)) // step * step
     return shape.growing_layers * sum(
         scheme.nbytes(shape.kv_heads, inside, D)
@@ -319,7 +322,7 @@ def peak_bytes(policy, shape, tokens, batch=1, **options):
     maximum is at T or just before the last fall, of the layers that grow or of those
     that slide.
     """
-    tokens = _integer("tokens", tokens, 0)
+    tokens = checked_integer("tokens", tokens, 0)
     stored = stored_policy(policy, shape)
     ends = {held for _, held in shape.held(tokens)}
     lengths = ends | {_before_last_flush(stored, end) for end in ends}
@@ -358,7 +361,7 @@ def max_batch(policy, budget_bytes, shape, tokens, prefix=0, **options):
     prefix : tokens that they have in common, stored once (`shared_bytes`).
     """
     _check_budget(budget_bytes)
-    _integer("tokens", tokens, 1)
+    checked_integer("tokens", tokens, 1)
     shared = shared_bytes(policy, shape, tokens, prefix, options.get("page", 1))
     own = peak_bytes(policy, shape, tokens, **options) - shared
     return max(int((budget_bytes - shared) // own), 0)
@@ -474,7 +477,7 @@ def _optional(config, *names):
     """The first of `names` that the config has, as an integer >= 1, or None."""
     for name in names:
         if config.get(name) is not None:
-            return _integer(name, config[name], 1)
+            return checked_integer(name, config[name], 1)
     return None
 
 
@@ -537,7 +540,7 @@ def _older_layer_kinds(config, layers):
         return [FULL] * layers
     if "max_window_layers" in config:  # Qwen2: the first so many layers do not slide
         whole = min(
-            _integer("max_window_layers", config["max_window_layers"], 0), layers
+            checked_integer("max_window_layers", config["max_window_layers"], 0), layers
         )
         return [FULL] * whole + [SLIDING] * (layers - whole)
     every = _optional(config, "sliding_window_pattern")

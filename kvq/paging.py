@@ -193,7 +193,7 @@ class BlockPool:
         self._check_writable(i)
         for arrays, tensor in zip(self.arrays, tensors, strict=True):
             for name, array in arrays.items():
-                size = 1 if name == "codes" else _tokens_per_group(tensor.scheme)
+                size = 1 if name == "codes" else tensor.scheme.token_block
                 source = getattr(tensor, name)
                 a, b, n = start // size, first // size, -(-count // size)
                 array[i, ..., a : a + n, :] = source[..., b : b + n, :]
@@ -206,7 +206,7 @@ class BlockPool:
         scheme = self.policy.schemes[side]
         parts = {}
         for name, array in self.arrays[side].items():
-            size = 1 if name == "codes" else _tokens_per_group(scheme)
+            size = 1 if name == "codes" else scheme.token_block
             parts[name] = array[i, layer, :, : -(-tokens // size)]
         H, D = self.layout.kv_heads, self.layout.width(side)
         return QuantizedTensor(scheme, (H, tokens, D), **parts)
@@ -235,10 +235,6 @@ class BlockPool:
         """Whether two blocks hold the same bytes."""
         arrays = [a for side in self.arrays for a in side.values()]
         return i == j or all(a[i].tobytes() == a[j].tobytes() for a in arrays)
-
-
-def _tokens_per_group(scheme):
-    return 1 if scheme.per == "token" else scheme.group
 
 
 # --- prefixes -------------------------------------------------------------------------

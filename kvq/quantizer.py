@@ -45,13 +45,17 @@ def spread_groups(s, group, tokens, channels):
 
 
 # --- rounding -------------------------------------------------------------------------
-def _half_away(y):
-    """Round half away from zero, exactly (floor(|y| + 0.5) is wrong at 0.49999997)."""
-    whole = np.trunc(y)
-    return whole + np.copysign(np.abs(y - whole) >= 0.5, y)
+def half_away(y):
+    """Round half away from zero, exactly, for binary32 y: C `roundf`.
+
+    trunc(y + h), h just below a half, with the sign of y. Adding 1/2 itself would give
+    1 for 0.49999997.
+    """
+    return np.trunc(y + np.copysign(_BELOW_HALF, y))
 
 
-ROUND = {"half-even": np.rint, "half-away": _half_away, "toward-zero": np.trunc}
+_BELOW_HALF = np.nextafter(np.float32(0.5), np.float32(0))
+ROUND = {"half-even": np.rint, "half-away": half_away, "toward-zero": np.trunc}
 
 
 # --- scales and zeros -----------------------------------------------------------------

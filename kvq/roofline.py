@@ -156,6 +156,7 @@ def plan(
 ):
     """What each policy costs and allows on one device: a list of dicts, one a policy.
 
+    device : a Device or its name; None leaves out what depends on one.
     shape : a ModelShape (`shape.shard(n)` for one of n tensor-parallel ranks).
     weight_bytes : None is 2 bytes for each of `shape.weight_params`.
     reserve : bytes kept free for activations and whatever shares the device.
@@ -175,35 +176,37 @@ def plan(
 
     Raises ValueError where the weights are unknown: a plan without them misleads.
     """
-    device = find_device(device)
-    weight_bytes = _weight_bytes(shape, weight_bytes)
-    budget = max(device.usable - weight_bytes - reserve, 0)
+    if device is not None:
+        device = find_device(device)
+        weight_bytes = _weight_bytes(shape, weight_bytes)
     rows = []
     for policy in map(find_policy, policies):
         twice = (batch - 1) * shared_bytes(policy, shape, tokens, prefix, page)
         nbytes = cache_bytes(policy, shape, tokens=tokens, batch=batch, page=page)
-        peak = peak_bytes(policy, shape, tokens, batch, page=page) - twice
-        nbytes -= twice
-        step = decode_time(policy, shape, device, tokens, batch)
-        rows.append(
-            {
-                "policy": policy.name or "unnamed",
-                "bits_per_element": bits_per_element(policy, shape),
-                "bytes_per_token": bytes_per_token(policy, shape),
-                "page_bytes": page_bytes(policy, shape, page),
-                "cache_bytes": nbytes,
-                "total_bytes": weight_bytes + nbytes + reserve,
+        row = {
+            "policy": policy.name or "unnamed",
+            "bits_per_element": bits_per_element(policy, shape),
+            "bytes_per_token": bytes_per_token(policy, shape),
+            "page_bytes": page_bytes(policy, shape, page),
+            "cache_bytes": nbytes - twice,
+            "max_speedup": max_speedup(policy, shape),
+        }
+        if device is not None:
+            peak = peak_bytes(policy, shape, tokens, batch, page=page) - twice
+            step = decode_time(policy, shape, device, tokens, batch)
+            budget = max(device.usable - weight_bytes - reserve, 0)
+            row |= {
+                "total_bytes": weight_bytes + row["cache_bytes"] + reserve,
                 "fits": fits(device, weight_bytes, peak, reserve),
                 "max_tokens": max_tokens(policy, budget, shape, batch, page=page),
                 "max_users": max_batch(
                     policy, budget, shape, tokens, prefix, page=page
                 ),
-                "max_speedup": max_speedup(policy, shape),
                 "attention_seconds": step["seconds"],
                 "limit": step["limit"],
                 "step_seconds": step["seconds"] + weight_bytes / device.bandwidth,
             }
-        )
+        rows.append(row)
     return rows
 
 

@@ -435,3 +435,22 @@ def test_plan_counts_a_shared_prefix_once(kvq):
     for before, after in zip(alone, shared, strict=True):
         saved = before["cache_bytes"] - after["cache_bytes"]
         assert saved == 3 * 4096 * before["bytes_per_token"]
+
+
+@pytest.mark.parametrize("policy", ["kivi-4", "ggml:q8_0", "vllm:nvfp4"])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--page 0", "page=0; valid: an integer >= 1"),
+        ("--page -2", "page=-2; valid: an integer >= 1"),
+        ("--prefix -1", "prefix=-1; valid: an integer >= 0"),
+        ("--tokens -1", "tokens=-1; valid: an integer >= 0"),
+        ("--batch 0", "batch=0; valid: an integer >= 1"),
+    ],
+)
+def test_plan_refuses_impossible_numbers_for_every_kind_of_policy(
+    kvq, policy, option, message
+):
+    code, out, err = kvq(f"plan --config llama-3.1-8b --policies {policy} {option}")
+    assert (code, out) == (2, "")
+    assert err == f"kvq: error: {message}\n"

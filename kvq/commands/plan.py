@@ -169,70 +169,32 @@ def _device(options):
 
 def _plan_rows(shape, device, weights, options):
     from kvq.formats.plan import format_plan
-    from kvq.memory import bits_per_element, bytes_per_token, page_bytes
-    from kvq.roofline import max_speedup
     from kvq.roofline import plan as plan_rows
 
-    T, B = options.tokens, options.batch
     if device is not None and weights is None:
         raise UsageError(
             "how large are the weights? give --weights or --params (0 plans for the "
             "cache alone)"
         )
+    where = (options.tokens, options.batch, weights, options.reserve)
+    shared, page = {"prefix": options.prefix}, options.page
     rows = []
     for name in options.policies:
-        if ":" in name:  # another system's own format
-            rows.append(
-                format_plan(
-                    name,
-                    shape,
-                    device,
-                    T,
-                    B,
-                    weights,
-                    options.reserve,
-                    prefix=options.prefix,
-                    page=options.page,
-                )
-            )
-        elif device is None:
-            rows.append(
-                {
-                    "policy": name,
-                    "bits_per_element": bits_per_element(name, shape),
-                    "bytes_per_token": bytes_per_token(name, shape),
-                    "page_bytes": page_bytes(name, shape, options.page or 1),
-                    "cache_bytes": _cache_bytes(name, shape, options),
-                    "max_speedup": max_speedup(name, shape),
-                }
-            )
+        if ":" in name:  # another system's own format, and its own page
+            rows.append(format_plan(name, shape, device, *where, **shared, page=page))
         else:
             rows += plan_rows(
                 shape,
                 device,
                 [name],
-                T,
-                B,
-                weights,
-                options.reserve,
-                prefix=options.prefix,
-                page=options.page or 1,
+                *where,
+                **shared,
+                page=1 if page is None else page,
             )
-    if (
-        device is not None and device.bandwidth == math.inf
-    ):  # times would be times of no device
-        for row in rows:
+    if device is not None and device.bandwidth == math.inf:
+        for row in rows:  # times would be times of no device
             del row["attention_seconds"], row["limit"], row["step_seconds"]
     return rows
-
-
-def _cache_bytes(name, shape, options):
-    """Bytes of all sequences, what they share counted once."""
-    from kvq.memory import cache_bytes, shared_bytes
-
-    T, B, page = options.tokens, options.batch, options.page or 1
-    shared = shared_bytes(name, shape, T, options.prefix, page)
-    return cache_bytes(name, shape, tokens=T, batch=B, page=page) - (B - 1) * shared
 
 
 def _plan_heading(shape, device, weights, options):

@@ -5,7 +5,7 @@ import math
 from kvq.formats import find_format
 from kvq.formats.base import Format
 from kvq.hardware import device as find_device
-from kvq.memory import bytes_per_token, first, fits
+from kvq.memory import bytes_per_token, checked_integer, first, fits
 
 # Tokens that a system allocates together, its default: llama.cpp pads n_ctx, vLLM's
 # --block-size, TensorRT-LLM's tokens_per_block. The others grow by single tokens.
@@ -30,7 +30,9 @@ def format_cache_bytes(name, shape, *, tokens, batch=1, page=None, rows=2):
     Raises ValueError for a format that cannot hold heads of this shape.
     """
     kind, system = find_format(name), name.partition(":")[0]
-    page = page or PAGE.get(system, 1)
+    page = _page(name, page)
+    tokens = checked_integer("tokens", tokens, 0)
+    batch = checked_integer("batch", batch, 1)
     total = 0
     for layers, held in shape.held(tokens):
         residual = min(held, RESIDUAL.get(system, 0))
@@ -38,6 +40,12 @@ def format_cache_bytes(name, shape, *, tokens, batch=1, page=None, rows=2):
         full = residual * shape.kv_heads * sum(shape.widths) * rows
         total += layers * (_layer_bytes(kind, shape, stored) + full)
     return batch * (total + _boundary_bytes(kind, shape, tokens, page))
+
+
+def _page(name, page):
+    """Tokens allocated together: as given, or the system's default."""
+    default = PAGE.get(name.partition(":")[0], 1)
+    return default if page is None else checked_integer("page", page, 1)
 
 
 def _boundary_bytes(kind, shape, tokens, page):
@@ -80,7 +88,8 @@ def format_plan(
     and store once, in whole pages. The time of a step is that of moving its bytes; the
     instructions of other systems' kernels are not modelled.
     """
-    page = page or PAGE.get(name.partition(":")[0], 1)
+    page, prefix = _page(name, page), checked_integer("prefix", prefix, 0)
+    batch = checked_integer("batch", batch, 1)
 
     def nbytes(T, B=1):
         return format_cache_bytes(name, shape, tokens=T, batch=B, page=page)

@@ -6,6 +6,8 @@ differ in one of these rules write different bytes.
 
 import numpy as np
 
+from kvq.quantizer import half_away
+
 f32 = np.float32
 
 
@@ -14,16 +16,7 @@ def rne(v):
     return np.rint(v)
 
 
-BELOW_HALF = np.nextafter(f32(0.5), f32(0))
-
-
-def rha(v):
-    """Round half away from zero, exactly, for binary32 v: C `roundf`.
-
-    trunc(v + h), h just below a half, with the sign of v. Adding 1/2 itself would give
-    1 for 0.49999997.
-    """
-    return np.trunc(v + np.copysign(BELOW_HALF, v))
+rha = half_away
 
 
 def trh(v):
