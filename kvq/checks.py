@@ -391,6 +391,84 @@ def check_largest_channels(f):
     compare("the 2 largest channels", got, [3, 5], mistakes)
 
 
+# --- codebooks ------------------------------------------------------------------------
+def check_nearest_code(f):
+    """f(y, levels) -> the index of the level nearest to each number; levels sorted."""
+    levels = np.array([-3.0, -1.0, 0.0, 0.5, 4.0])
+    y = np.array([[-9.0, -2.1, -1.9, -0.4], [0.2, 0.3, 2.2, 2.3]])
+    mistakes = {
+        "these are the levels; return their indices": levels[
+            np.abs(y[..., None] - levels).argmin(-1)
+        ],
+        "compare with the thresholds, halfway between levels": np.searchsorted(
+            levels, y
+        ),
+        "there is one threshold less than levels": 1
+        + np.searchsorted((levels[1:] + levels[:-1]) / 2, y),
+    }
+    expected = [[0, 0, 1, 2], [2, 3, 3, 4]]
+    compare("code of the nearest level", f(y, levels), expected, mistakes)
+
+
+def check_lloyd_round(f):
+    """f(y, levels) -> the mean of the numbers nearest to each level."""
+    y = np.array([-4.0, -3.0, -3.5, 0.2, 0.4, 9.0])
+    levels = np.array([-3.0, 0.0, 5.0, 8.0])
+    expected = [-3.5, 0.3, 5.0, 9.0]
+    mistakes = {
+        "a level that no number chooses stays where it is": [-3.5, 0.3, 0.0, 9.0],
+        "0 / 0: a level that no number chooses stays where it is": [
+            *(-3.5, 0.3, np.nan, 9.0)
+        ],
+        "these are sums; divide by the counts": [-10.5, 0.6, 5.0, 9.0],
+        "these are medians of the levels' neighbours, not means of numbers": levels,
+    }
+    compare("a round of Lloyd's algorithm", f(y, levels), expected, mistakes)
+
+
+def check_best_scale(f):
+    """f(x, levels, factors) -> the s_f = f max|x| / top of the smallest error."""
+    levels, factors = np.array([-2.0, -1.0, 0.0, 1.0, 2.0]), np.linspace(0.5, 1.0, 11)
+    x = np.array([-0.7, -0.1, 0.8, 1.5, -3.8, 1.5])
+    s = factors * 3.8 / 2
+    error = (_nearest(x / s[:, None], levels) * s[:, None] - x) ** 2
+    expected = s[error.sum(axis=1).argmin()]
+    mistakes = {
+        "this is the factor; return the scale": expected * 2 / 3.8,
+        "divide by the largest level": 2 * expected,
+        "this has the largest error": s[error.sum(axis=1).argmax()],
+        "add the errors of a group, do not take the largest": s[
+            error.max(axis=1).argmin()
+        ],
+        "this is the largest candidate, not the best": s[-1],
+    }
+    compare("the best of 11 scales", f(x, levels, factors), expected, mistakes)
+
+
+def _nearest(y, levels):
+    return levels[np.abs(y[..., None] - levels).argmin(axis=-1)]
+
+
+def check_shared_scale(f):
+    """f(x, largest_level) -> 2^(floor(log2 max|x|) - floor(log2 largest_level))."""
+    for x, top in (([0.3, -37.0, 2.0], 6.0), ([0.02, 0.05], 6.0), ([-4.0], 448.0)):
+        largest = max(map(abs, x))
+        exponent = np.floor(np.log2(largest)) - np.floor(np.log2(top))
+        mistakes = {
+            "this is the exponent; return 2 to its power": exponent,
+            "round down, not up": 2.0
+            ** (np.ceil(np.log2(largest)) - np.floor(np.log2(top))),
+            "round each logarithm, then subtract": 2.0
+            ** np.floor(np.log2(largest / top)),
+            "take the absolute value": 2.0
+            ** (np.floor(np.log2(max(max(x), 1e-9))) - np.floor(np.log2(top))),
+            "subtract the exponent of the largest level": 2.0
+            ** np.floor(np.log2(largest)),
+        }
+        what = f"shared scale of {x}, largest level {top}"
+        compare(what, f(np.array(x), top), 2.0**exponent, mistakes)
+
+
 # --- keys versus values ---------------------------------------------------------------
 def check_weight_moved(f):
     """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""
