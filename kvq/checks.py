@@ -469,6 +469,104 @@ def check_shared_scale(f):
         compare(what, f(np.array(x), top), 2.0**exponent, mistakes)
 
 
+# --- rotation -------------------------------------------------------------------------
+def check_fast_hadamard(f):
+    """f(x) -> x H for one vector x (D,), D a power of two."""
+    for D in (2, 8):
+        x = np.random.default_rng(6).standard_normal(D)
+        expected = x @ hadamard_matrix(D)
+        mistakes = {
+            "divide by sqrt(2) in every round": expected * np.sqrt(D),
+            "divide by sqrt(2), not by 2": expected / np.sqrt(D),
+            "the second half is a - b, not b - a": _swapped_hadamard(x),
+            "nothing was added: call the function on a + b and a - b": x,
+        }
+        compare(f"fast Hadamard transform, D = {D}", f(x.copy()), expected, mistakes)
+
+
+def _swapped_hadamard(x):
+    if len(x) == 1:
+        return x
+    a, b = np.split(x, 2)
+    halves = _swapped_hadamard(a + b), _swapped_hadamard(b - a)
+    return np.concatenate(halves) / np.sqrt(2)
+
+
+def check_store_rotated(f):
+    """f(x, levels) -> x_hat: rotated, divided by its RMS, rounded, and back."""
+    levels = np.array([-1.63, -0.5, 0.41, 1.5])
+    x = np.array([0.3, -4.0, 0.15, 0.9, 0.22, -0.4, 1.1, 0.7])
+    H = hadamard_matrix(8)
+    y = x @ H
+    s = np.sqrt(np.mean(y**2))
+    y_hat = s * _nearest(y / s, levels)
+    s_max, s_sum = np.abs(y).max() / 1.5, np.sqrt(np.sum(y**2))
+    mistakes = {
+        "rotate back at the end": y_hat,
+        "rotate before rounding": s * _nearest(x / s, levels),
+        "multiply by the scale again": _nearest(y / s, levels) @ H,
+        "the scale is the root mean square, not the largest number": s_max
+        * (_nearest(y / s_max, levels) @ H),
+        "the scale is the root of the mean, not of the sum": s_sum
+        * (_nearest(y / s_sum, levels) @ H),
+        "nothing was rounded": x,
+    }
+    compare("rotated, rounded, rotated back", f(x.copy(), levels), y_hat @ H, mistakes)
+
+
+def check_shrink_factor(f):
+    """f(x, x_hat) -> sum x x_hat / sum x^2."""
+    x, noise = np.random.default_rng(7).standard_normal((2, 3, 5))
+    x_hat = 0.8 * x + 0.3 * noise
+    dot = np.sum(x * x_hat)
+    mistakes = {
+        "divide by the energy of x, not of x_hat": dot / np.sum(x_hat**2),
+        "divide by sum x^2": dot,
+        "this is a ratio of norms; multiply x and x_hat": np.linalg.norm(x_hat)
+        / np.linalg.norm(x),
+        "this is a correlation; divide by sum x^2": dot
+        / (np.linalg.norm(x) * np.linalg.norm(x_hat)),
+        "this is the shortfall; return what is left": 1 - dot / np.sum(x**2),
+    }
+    compare("shrink factor", f(x, x_hat), dot / np.sum(x**2), mistakes)
+
+
+def check_paper_policies(papers):
+    """papers: {"kivi-2", "k4v2", "turbo"} -> Policy."""
+    rotated = {"per": "token", "group": None, "transform": "hadamard"}
+    expected = {
+        "kivi-2": Policy(
+            Scheme(2, "channel", 32, "asymmetric"),
+            Scheme(2, "token", 32, "asymmetric"),
+            residual=128,
+        ),
+        "k4v2": Policy(
+            Scheme(4, levels="asymmetric", **rotated),
+            Scheme(2, levels="asymmetric", **rotated),
+        ),
+        "turbo": Policy(*[Scheme(4, levels="lloyd-max", **rotated)] * 2),
+    }
+    for name, policy in expected.items():
+        _compare_policy(name, papers.get(name), policy)
+    print("ok: three papers as policies")
+
+
+def _compare_policy(name, got, expected):
+    """Raise AssertionError that names the first field in which two policies differ."""
+    if not isinstance(got, Policy):
+        raise AssertionError(f"{name}: got {got!r}; expected a Policy")
+    pairs = [(f"{name}: residual", got.residual, expected.residual)]
+    for side in ("key", "value"):
+        a, b = getattr(got, side), getattr(expected, side)
+        pairs += [
+            (f"{name}: {side}.{field}", getattr(a, field), getattr(b, field))
+            for field in ("bits", "per", "group", "levels", "transform")
+        ]
+    for what, a, b in pairs:
+        if a != b:
+            raise AssertionError(f"{what}: got {a!r}, expected {b!r}")
+
+
 # --- keys versus values ---------------------------------------------------------------
 def check_weight_moved(f):
     """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""

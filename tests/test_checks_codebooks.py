@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from answers import assert_explained, assert_passes
 
-from kvq import checks
+from kvq import Policy, Scheme, checks
+from kvq.transforms import hadamard_matrix
 
 
 # --- right answers --------------------------------------------------------------------
@@ -35,11 +36,38 @@ def shared_scale(x, top):
     return np.ldexp(1.0, exponents[0] - exponents[1])
 
 
+def fast_hadamard(x):
+    return x @ hadamard_matrix(len(x))
+
+
+def store_rotated(x, levels):
+    y = fast_hadamard(x)
+    s = np.linalg.norm(y) / np.sqrt(len(x))
+    return fast_hadamard(s * levels[nearest_code(y / s, levels)])
+
+
+def papers(**changes):
+    rotated = {"per": "token", "group": None, "transform": "hadamard"}
+    key, value = (Scheme(2, per, 32, "asymmetric") for per in ("channel", "token"))
+    quarot = (Scheme(b, levels="asymmetric", **rotated) for b in (4, 2))
+    turbo = Scheme(4, levels="lloyd-max", **rotated)
+    return {
+        "kivi-2": Policy(key, value, residual=128),
+        "k4v2": Policy(*quarot),
+        "turbo": Policy(turbo, turbo),
+        **changes,
+    }
+
+
 RIGHT = {
     checks.check_nearest_code: nearest_code,
     checks.check_lloyd_round: lloyd_round,
     checks.check_best_scale: best_scale,
     checks.check_shared_scale: shared_scale,
+    checks.check_fast_hadamard: fast_hadamard,
+    checks.check_store_rotated: store_rotated,
+    checks.check_shrink_factor: lambda x, x_hat: np.vdot(x, x_hat) / np.vdot(x, x),
+    checks.check_paper_policies: papers(),
 }
 
 
@@ -68,7 +96,54 @@ def scale_of_largest_error(x, levels, factors):
     return s[error.max(axis=1).argmin()]
 
 
+def store_unrotated(x, levels):
+    s = np.linalg.norm(x) / np.sqrt(len(x))
+    return s * levels[nearest_code(x / s, levels)]
+
+
+def store_by_largest(x, levels):
+    y = fast_hadamard(x)
+    s = np.abs(y).max() / 1.5
+    return fast_hadamard(s * levels[nearest_code(y / s, levels)])
+
+
+SWAPPED = Policy(
+    Scheme(2, "token", 32, "asymmetric"),
+    Scheme(2, "channel", 32, "asymmetric"),
+    residual=128,
+)
+
 WRONG = [
+    (
+        checks.check_fast_hadamard,
+        lambda x: fast_hadamard(x) * len(x) ** 0.5,
+        "in every round",
+    ),
+    (checks.check_fast_hadamard, lambda x: x, "nothing was added"),
+    (
+        checks.check_store_rotated,
+        lambda x, levels: fast_hadamard(store_rotated(x, levels)),
+        "rotate back",
+    ),
+    (checks.check_store_rotated, store_unrotated, "rotate before"),
+    (checks.check_store_rotated, store_by_largest, "not the largest"),
+    (checks.check_shrink_factor, lambda x, x_hat: np.vdot(x, x_hat), "divide by"),
+    (
+        checks.check_shrink_factor,
+        lambda x, x_hat: np.corrcoef(x.ravel(), x_hat.ravel())[0, 1],
+        "none of the usual",
+    ),
+    (
+        checks.check_shrink_factor,
+        lambda x, x_hat: 1 - np.vdot(x, x_hat) / np.vdot(x, x),
+        "what is left",
+    ),
+    (checks.check_paper_policies, papers(turbo=None), "turbo: got None"),
+    (
+        checks.check_paper_policies,
+        papers(**{"kivi-2": SWAPPED}),
+        "key.per: got 'token'",
+    ),
     (
         checks.check_nearest_code,
         lambda y, levels: levels[nearest_code(y, levels)],
