@@ -141,8 +141,9 @@ axes[1].annotate("normal density", (1.6, 0.35), color=plots.COLORS["predicted"])
 plt.show()
 
 # %% [markdown]
-# Left, a narrow middle and a tail out to six RMS and beyond. Right, the bell. (The tail
-# is even shorter than normal: the RMS of 64 numbers limits each of them.)
+# Left, a narrow middle, and a hump four RMS below zero: the outlier channels. Right,
+# the bell. (Its tails are even shorter than normal ones: the RMS of 64 numbers limits
+# each of them.)
 #
 # ## A quantizer that needs no data
 #
