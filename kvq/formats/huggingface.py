@@ -34,7 +34,7 @@ from kvq.formats.grouped import (
     unpack_rows,
 )
 from kvq.formats.minifloat import E4M3
-from kvq.formats.rounding import f32, rne
+from kvq.formats.rounding import f32
 from kvq.scheme import Scheme
 
 QUANTO = "optimum-quanto 0.2.7"
@@ -159,7 +159,7 @@ class Hqq(RowPacked):
         s, z = self.scale_and_zero(m)
         if self.optimize:
             z = self.refine(m, s, z)
-        codes = self.codes(m, s, z)
+        codes = self.codes(m, s, z).astype(np.uint8)
         return codes, rounded(f32(1) / s, self.dtype), rounded(z, self.dtype)
 
     def scale_and_zero(self, m):
@@ -178,7 +178,11 @@ class Hqq(RowPacked):
         return s, -low * s
 
     def codes(self, m, s, z):
-        return np.clip(rne(m * s + z), 0, 2**self.bits - 1).astype(np.uint8)
+        """Float32 numbers 0 .. 2^b - 1."""
+        y = m * s
+        y += z
+        np.rint(y, out=y)
+        return np.clip(y, 0, 2**self.bits - 1, out=y)
 
     def refine(self, m, s, z):
         r"""z <- mean(code - (x - e') s) while mean |e| falls, at most 20 times.
@@ -188,36 +192,49 @@ class Hqq(RowPacked):
         e' keeps the large errors of e and drops the small ones: minimizing
         ||e||_p^p, p < 1, by half-quadratic splitting.
         """
-        best, size = np.inf, np.empty_like(m)
+        other = 1 - self.groups_along
+        z, best, size = z.copy(), np.inf, np.empty_like(m)
+        moving = np.arange(m.shape[other])  # a group whose z stays is done
         for _ in range(self.iterations):
-            refined = np.empty_like(z)
-            for part in self.parts(m):
-                codes = self.codes(m[part], s[part], z[part]).astype(f32)
-                e = m[part] - (codes - z[part]) / s[part]
-                shrunk = (m[part] - self.shrink(e)) * s[part]
-                refined[part] = np.mean(
-                    codes - shrunk, self.groups_along, keepdims=True
+            still = []
+            for part in self.parts(moving):
+                at = (slice(None), part) if other else part
+                before = z[at]
+                z[at], size[at] = self.refine_once(
+                    *(np.take(a, part, other) for a in (m, s, z))
                 )
-                size[part] = np.abs(e)
-            z, error = refined, size.mean()
+                still.append(part[(z[at] != before).ravel()])
+            moving, error = np.concatenate(still), size.mean()
             if error >= best:
                 break
             best = error
         return z
 
-    def parts(self, m):
-        """Slices of whole groups, so few that what is computed stays in the cache."""
-        other = 1 - self.groups_along
-        step = max(2**15 // m.shape[self.groups_along], 1)
-        cuts = [slice(i, i + step) for i in range(0, m.shape[other], step)]
-        return [(slice(None), cut) if other else (cut,) for cut in cuts]
-
-    def shrink(self, e):
-        """e' = sign(e) max(|e| - |e|^(p - 1) / beta, 0)."""
+    def refine_once(self, x, s, z):
+        """The next z, and |e|, of whole groups."""
+        codes = self.codes(x, s, z)
+        e = codes - z
+        e /= s
+        np.subtract(x, e, out=e)
         size = np.abs(e)
+        shrunk = np.subtract(x, self.shrink(e, size), out=e)
+        shrunk *= s
+        codes -= shrunk
+        return codes.mean(self.groups_along, keepdims=True), size
+
+    def parts(self, groups):
+        """So few groups at a time that what is computed stays in the cache."""
+        step = max(2**14 // self.group, 1)
+        return [groups[i : i + step] for i in range(0, len(groups), step)] or [groups]
+
+    def shrink(self, e, size):
+        """e' = sign(e) max(|e| - |e|^(p - 1) / beta, 0).  size : |e|."""
         with np.errstate(divide="ignore"):  # 0^(p - 1) is inf, and e' is 0
-            less = size - f32(1 / self.beta) * np.power(size, f32(self.p - 1))
-        return np.sign(e) * np.maximum(less, 0)
+            less = np.power(size, f32(self.p - 1))
+        less *= f32(1 / self.beta)
+        np.subtract(size, less, out=less)
+        np.maximum(less, 0, out=less)
+        return np.copysign(less, e, out=less)
 
     def dequantize(self, codes, scale, offset):
         return rounded(rounded(codes - offset, self.dtype) * scale, self.dtype)
