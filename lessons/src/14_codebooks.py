@@ -47,7 +47,8 @@ print(f"layers {LAYERS} of SmolLM2-135M; {H_kv} KV heads, {T} tokens, D = {D}")
 # Let the levels be $c_0 < c_1 < \dots < c_{n-1}$ with $n = 2^b$. A number $y$ is stored
 # as the index of the nearest one:
 #
-# $$\text{code}(y) = \operatorname{argmin}_i |y - c_i|, \qquad \hat{y} = c_{\text{code}(y)} .$$
+# $$\text{code}(y) = \operatorname{argmin}_i |y - c_i|, \qquad
+# \hat{y} = c_{\text{code}(y)} .$$
 #
 # The nearest level changes halfway between two neighbours, at the thresholds
 # $t_i = (c_{i-1} + c_i)/2$. So no search over all levels is needed: count the
@@ -311,7 +312,8 @@ assert min(rms for _, rms in crossed.values()) > max(top for top, _ in crossed.v
 # and keep the one with the smallest error. For a group $x$ and candidates
 # $s_f = f \max|x| / c_{n-1}$,
 #
-# $$s = \operatorname{argmin}_{s_f} \sum_i \left(s_f\, c_{\text{code}(x_i/s_f)} - x_i\right)^2 .$$
+# $$s = \operatorname{argmin}_{s_f}
+# \sum_i \left(s_f\, c_{\text{code}(x_i/s_f)} - x_i\right)^2 .$$
 #
 # A factor $f < 1$ clips the largest numbers to serve the others.
 #
