@@ -10,6 +10,10 @@ Every backend has
     dequant(qt)             float32 of the shape of qt: what `qt.dequantize()` gives
     decode(q, cache, ...)   attention, with the options of `cache.attend(q, ...)`
 
+Backends of GPU kernels take `version="v1"`, ... as well; without it they use the newest
+version that knows the case. What depends on the shape (the head dimension, the number
+of queries, a mask) they can only refuse at the call.
+
 An operation on an unsupported case raises ValueError with that reason; no backend
 hands it to another one. Results agree in three classes: codes exactly, dequantized
 values within 1 unit in the last place, attention within twice the error of the same
@@ -20,6 +24,9 @@ float32 from the others).
 import importlib
 import textwrap
 
+import numpy as np
+
+from kvq.kernels.host import first_invalid, no_reason
 from kvq.scheme import UNIFORM
 from kvq.tensor import quantize
 
@@ -27,7 +34,7 @@ OPS = ("pack", "dequant", "decode")
 
 
 def backend(name="auto", op=None, case=None):
-    """A backend by its name; "auto" is the fastest that can run.
+    """A backend by its name; "auto" is the fastest that can run, never a simulator.
 
     op, case : with "auto", the fastest that can also do this operation on this case.
     Raises ValueError for an unknown name, RuntimeError for a backend that cannot run.
@@ -35,7 +42,7 @@ def backend(name="auto", op=None, case=None):
     if name == "auto":
         return next(
             b
-            for b in BACKENDS.values()
+            for b in map(BACKENDS.get, AUTO)
             if not b.unavailable() and (op is None or not b.unsupported(op, case))
         )
     if name not in BACKENDS:
@@ -104,25 +111,121 @@ class NumbaCPUBackend:
     def _require(self, op, case):
         reason = self.unsupported(op, case)
         if reason:
-            raise ValueError(f"backend {self.name!r}: {op} does not support {reason}")
+            raise _refusal(self, op, reason)
 
 
 def _uniform_only(scheme):
     """Why the compiled loops do not know this scheme, or None."""
-    for field, valid in (
-        ("levels", UNIFORM),
-        ("per", ("token", "channel", "head")),
-        ("transform", (None,)),
-        ("rounding", ("half-even",)),
-    ):
-        value = getattr(scheme, field)
-        if value not in valid:
-            return f"{field}={value!r}; valid: {', '.join(map(str, valid))}"
-    return None
+    return first_invalid(
+        scheme,
+        {
+            "levels": UNIFORM,
+            "per": ("token", "channel", "head"),
+            "transform": (None,),
+            "rounding": ("half-even",),
+        },
+    )
 
 
-# The fastest first.
-BACKENDS = {b.name: b for b in (NumbaCPUBackend(), NumPyBackend())}
+def _refusal(backend, op, reason):
+    return ValueError(f"backend {backend.name!r}: {op} does not support {reason}")
+
+
+class KernelBackend:
+    """The kernels of `kernels/pack`, `dequant` and `decode`, run by one executor.
+
+    executor : a module of `kernels/launch/`.
+    options : what its `run` is told, such as the language.
+    """
+
+    def __init__(self, name, executor, **options):
+        self.name, self.executor, self.options = name, executor, options
+
+    def _executor(self):
+        return importlib.import_module(f"kvq.kernels.launch.{self.executor}")
+
+    def unavailable(self):
+        try:
+            return self._executor().unavailable()
+        except Exception as error:  # any kind: see `import_problem`
+            return one_line(error)
+
+    def unsupported(self, op, case):
+        return no_reason([self._reason(op, case, v) for v in _host(op).VERSIONS])
+
+    def pack(self, x, scheme, version=None):
+        _, T, D = (1, 1, 1, *np.shape(x))[-3:]
+        return self._do("pack", (x, scheme), version, (scheme, D, T))
+
+    def dequant(self, qt, version=None):
+        return self._do("dequant", (qt,), version, (qt.scheme, qt.shape[-1], qt.tokens))
+
+    def decode(self, q, cache, version=None, *, causal=True, mask=None, **options):
+        """causal : no matter; the one query that a kernel takes sees all tokens."""
+        if mask is not None:
+            raise _refusal(self, "decode", "a mask; valid: mask=None")
+        if version is None and hasattr(cache, "version"):  # prepared for this one
+            version = cache.version.name
+        case = cache.policy, (1, *np.shape(q))[-1], len(cache)
+        return self._do("decode", (q, cache), version, case, options)
+
+    def prepare(self, cache, version=None):
+        """The cache gathered once, to be given to `decode` in its place."""
+        D = cache.rows[0][0].window.shape[-1] if cache.rows else None
+        case = cache.policy, D, len(cache)
+        newest = self._candidates("decode", version, case)[0]
+        return _host("decode").prepare(cache, newest)
+
+    def _do(self, op, inputs, version, case, options=None):
+        """Run the newest version that knows the case and whose kernels can be had."""
+        executor = self._executor()
+        missing = getattr(executor, "missing", lambda launches, **options: None)
+        for name in self._candidates(op, version, case):
+            launches, collect = _host(op).launches(*inputs, name, **(options or {}))
+            reason = missing(launches, **self.options)
+            if reason is None:
+                executor.run(launches, **self.options)
+                return collect()
+        raise RuntimeError(f"backend {self.name!r}: {reason}")
+
+    def _candidates(self, op, version, case):
+        """The versions to try, the newest first. Raises ValueError if there is none."""
+        names = [version] if version else list(_host(op).VERSIONS)
+        scheme, D, T = case
+        reasons = {name: self._reason(op, scheme, name, D, T) for name in names}
+        known = [name for name in reversed(names) if reasons[name] is None]
+        if not known:
+            raise _refusal(self, op, f"{reasons[names[0]]} ({names[0]})")
+        return known
+
+    def _reason(self, op, case, version, D=None, T=None):
+        """None, or why `version` cannot do it, in the kernels or in the executor."""
+        host = _host(op)
+        limits = getattr(self._executor(), "unsupported", lambda version, T: None)
+        reason = host.unsupported(case, version, D)
+        return reason or limits(host.VERSIONS[version], T)
+
+
+def _host(op):
+    """The host side of an operation: `kernels/pack`, `dequant` or `decode`."""
+    return importlib.import_module(f"kvq.kernels.{op}")
+
+
+# The fastest first; after the reference come simulators, for study and for tests.
+BACKENDS = {
+    b.name: b
+    for b in (
+        KernelBackend("cupy", "cupy"),
+        KernelBackend("numba-cuda", "numba_cuda"),
+        NumbaCPUBackend(),
+        NumPyBackend(),
+        KernelBackend("ptxsim-c", "ptxsim", language="c"),
+        KernelBackend("ptxsim-numba", "ptxsim", language="numba"),
+        KernelBackend("gxx", "gxx"),
+        KernelBackend("numba-sim", "numba_sim"),
+    )
+}
+AUTO = ("cupy", "numba-cuda", "numba-cpu", "numpy")
 
 
 def import_problem(module):

@@ -8,6 +8,7 @@ likely cause: the typical mistake that gives exactly this answer.
 import numpy as np
 
 from kvq.attention import softmax
+from kvq.cache import KVCache
 from kvq.memory import cache_bytes
 from kvq.packing import pack
 from kvq.scheme import Policy, Scheme
@@ -567,6 +568,478 @@ def _compare_policy(name, got, expected):
             raise AssertionError(f"{what}: got {a!r}, expected {b!r}")
 
 
+# --- bits in words --------------------------------------------------------------------
+def _word_codes(b):
+    """40 uneven codes of b bits, and their words as integers."""
+    codes = np.random.default_rng(b).integers(0, 2**b, 40)
+    codes[[10, 21]] = 2**b - 1  # cut where b = 3: no bit of them may be lost
+    row = sum(int(code) << b * i for i, code in enumerate(codes))
+    return codes.tolist(), [row >> 32 * w & 0xFFFFFFFF for w in range(-(-40 * b // 32))]
+
+
+def check_read_code(f):
+    """f(words, i, b) -> code i, also where it straddles two words."""
+    for b in (4, 3, 5):
+        codes, words = _word_codes(b)
+        uncut = [words[b * i // 32] >> b * i % 32 & 2**b - 1 for i in range(40)]
+        unmasked = [words[b * i // 32] >> b * i % 32 for i in range(40)]
+        high = [words[b * i // 32] >> max(32 - b * i % 32 - b, 0) for i in range(40)]
+        mistakes = {
+            "a code that is cut goes on in the low bits of the next word": uncut,
+            "keep b bits: & (2**b - 1)": unmasked,
+            "the lowest bits come first": [code & 2**b - 1 for code in high],
+        }
+        got = [f(list(words), i, b) for i in range(40)]
+        compare(f"40 codes of {b} bits read", got, codes, mistakes)
+
+
+def check_write_word(f):
+    """f(codes, w, b) -> word w of the row."""
+    for b in (4, 3):
+        codes, words = _word_codes(b)
+        whole = [
+            sum(
+                code << b * i - 32 * w
+                for i, code in enumerate(codes)
+                if 32 * w <= b * i < 32 * w + 32
+            )
+            for w in range(len(words))
+        ]
+        mistakes = {
+            "the word before may have begun a code: start one code earlier": [
+                word & 0xFFFFFFFF for word in whole
+            ],
+            "a word has 32 bits: cut off what belongs to the next": whole,
+            "the lowest bits come first": [
+                int(f"{word:032b}"[::-1], 2) for word in words
+            ],
+        }
+        got = [f(list(codes), w, b) for w in range(len(words))]
+        compare(f"words of 40 codes of {b} bits", got, words, mistakes, rtol=0)
+
+
+def check_by_magic(f):
+    """f(codes uint16) -> float16 numbers, by an exponent in front of the code."""
+    codes = np.array([0, 1, 7, 15, 200, 1023], np.uint16)
+    got = f(codes.copy())
+    if getattr(got, "dtype", None) != np.float16:
+        raise AssertionError(
+            f"numbers from codes: got {getattr(got, 'dtype', type(got).__name__)}, "
+            "expected float16\nlikely cause: use .view(np.float16), not .astype"
+        )
+    magic = (codes | np.uint16(25 << 10)).view(np.float16)
+    mistakes = {
+        "subtract 1024": magic,
+        "the exponent stands in front of 10 bits of fraction: 25 << 10": (
+            codes | np.uint16(25)
+        ).view(np.float16)
+        - np.float16(1024),
+        "without an exponent these are tiny numbers": codes.view(np.float16),
+    }
+    compare("numbers from codes", got, codes, mistakes)
+
+
+def check_paired_word(f):
+    """f(eight codes of 4 bits) -> their paired word."""
+    codes = [1, 9, 15, 4, 0, 7, 2, 11]
+    expected = sum(c << 16 * (e % 2) + 4 * (e // 2) for e, c in enumerate(codes))
+    mistakes = {
+        "this is the canonical order": sum(c << 4 * e for e, c in enumerate(codes)),
+        "the first of a pair stands in the low half": sum(
+            c << 16 * (1 - e % 2) + 4 * (e // 2) for e, c in enumerate(codes)
+        ),
+    }
+    compare("paired word", f(list(codes)), expected, mistakes, rtol=0)
+
+
+def check_join_planes(f):
+    """f(low, high) -> the codes of 3 bits."""
+    codes = np.arange(8, dtype=np.uint8)[[3, 0, 7, 4, 5, 1, 6, 2]]
+    low, high = codes & 3, codes >> 2
+    mistakes = {
+        "the high bit counts 4: shift it by 2": low | high,
+        "the low bits come first": high | low << 1,
+        "shift by 2, not by 3": low | high << 3,
+    }
+    compare("codes of 3 bits", f(low.copy(), high.copy()), codes, mistakes)
+
+
+# --- threads --------------------------------------------------------------------------
+def check_grid_of(f):
+    """f(n, block) -> (blocks, idle threads)."""
+    for n, block in ((1000, 128), (1024, 128), (1, 256)):
+        blocks = -(-n // block)
+        mistakes = {
+            "round up: the last numbers need a block, too": (
+                n // block,
+                n // block * block - n,
+            ),
+            "a multiple needs no extra block": (
+                n // block + 1,
+                (n // block + 1) * block - n,
+            ),
+            "idle are the threads that have no number": (blocks, n % block),
+        }
+        expected = blocks, blocks * block - n
+        answer = unpack_answer("grid", f(n, block), ("blocks", "idle threads"))
+        compare(f"grid for {n} numbers, {block} a block", answer, expected, mistakes)
+
+
+def check_dequant_thread(f):
+    """f(i, code_of, scale, zero, y, N, T, D, gt, gc) writes y[i], or nothing."""
+    N, T, D = 2, 5, 7
+    rng = np.random.default_rng(8)
+    codes = rng.integers(0, 16, N * T * D)
+    for gt, gc in ((1, 3), (2, 1)):
+        groups = N, -(-T // gt), -(-D // gc)
+        scale, zero = rng.uniform(0.5, 2.0, (2, *groups)).astype(np.float32)
+        n, t, c = np.indices((N, T, D))
+        spread = (n, t // gt, c // gc)
+        expected = scale[spread] * codes.reshape(N, T, D) + zero[spread]
+        floor = np.minimum((n * (T // gt) + t // gt) * (D // gc) + c // gc, 2)
+        mistakes = {
+            "add the zero": scale[spread] * codes.reshape(N, T, D),
+            "the last group may be smaller: round the counts up": (
+                scale.ravel()[floor] * codes.reshape(N, T, D) + zero.ravel()[floor]
+            ),
+        }
+        y = np.full(N * T * D + 6, np.nan, np.float32)
+        for i in range(len(y)):
+            if i >= N * T * D:
+                _must_not_write(f, i, scale, zero, y, (N, T, D, gt, gc))
+                continue
+            f(i, codes.item, scale.ravel(), zero.ravel(), y, N, T, D, gt, gc)
+        what = f"a thread per number, groups of {gt} x {gc}"
+        compare(what, y[: N * T * D].reshape(N, T, D), expected, mistakes)
+
+
+def _must_not_write(f, i, scale, zero, y, numbers):
+    """Raise AssertionError if thread i, which has no number, writes or reads."""
+    try:
+        f(i, lambda i: 0, scale.ravel(), zero.ravel(), y, *numbers)
+    except IndexError:
+        written = True
+    else:
+        written = not np.isnan(y[i])
+    if written:
+        raise AssertionError(
+            f"thread {i}: expected that it returns, got a number or an IndexError\n"
+            "likely cause: a thread with i >= N T D has no number; it must return first"
+        )
+
+
+def check_longest_for_int32(f):
+    """f(N, D) -> the largest T with N T D - 1 <= 2^31 - 1."""
+    for N, D in ((8, 128), (256, 128), (3, 80)):
+        mistakes = {
+            "the heads count as well": 2**31 // D,
+            "an int has a sign: its largest is 2^31 - 1": 2**32 // (N * D),
+            "the index begins at 0: the last one is N T D - 1": (2**31 - 1) // (N * D),
+            "this is one token too many": 2**31 // (N * D) + 1,
+        }
+        what = f"longest context for 32 bits, N={N}, D={D}"
+        compare(what, f(N, D), 2**31 // (N * D), mistakes, rtol=0)
+
+
+def check_bytes_per_number(f):
+    """f(b, G) -> b / 8 + 4 / G + 4."""
+    for b, G in ((4, 64), (3, 32)):
+        mistakes = {
+            "the number that is written counts, too: 4 bytes": b / 8 + 4 / G,
+            "the scale and the zero have 2 bytes each": b / 8 + 2 / G + 4,
+            "a scale and a zero serve G numbers": b / 8 + 4 + 4,
+            "b bits are b / 8 bytes": b + 4 / G + 4,
+        }
+        what = f"bytes per number, {b} bits, groups of {G}"
+        compare(what, f(b, G), b / 8 + 4 / G + 4, mistakes)
+
+
+# --- memory ---------------------------------------------------------------------------
+def check_sectors(f):
+    """f(addresses, width) -> (sectors, ideal) of a warp's request."""
+    i = np.arange(32)
+    requests = {
+        "side by side": (4 * i, 4),
+        "twice each": (8 * (i // 2), 8),
+        "far apart": (512 * i, 2),
+        "not from a sector's start": (16 + 4 * i, 4),
+    }
+    for name, (addresses, width) in requests.items():
+        expected = (
+            len(set((addresses // 32).tolist())),
+            -(-len(set(addresses.tolist())) * width // 32),
+        )
+        mistakes = {
+            "each sector counts once, however many ask for it": (32, expected[1]),
+            "bytes that several ask for count once": (expected[0], width),
+            "the ideal is in sectors, not in bytes": (
+                expected[0],
+                len(set(addresses.tolist())) * width,
+            ),
+        }
+        answer = unpack_answer("sectors", f(addresses, width), ("sectors", "ideal"))
+        compare(f"sectors of a request, {name}", answer, expected, mistakes)
+
+
+def check_word_addresses(f):
+    """f(j, b) -> byte addresses of the j-th float16 of word i, for 32 threads."""
+    for b in (4, 8):
+        i = np.arange(32)
+        for j in (0, 3):
+            mistakes = {
+                "a float16 has 2 bytes": 32 // b * i + j,
+                "a word has 32 / b codes": 2 * (b * i + j),
+                "thread i begins at number i * 32 / b": 2 * (i + j),
+                "load j is j numbers further on": 2 * (32 // b * i),
+            }
+            expected = 2 * (32 // b * i + j)
+            compare(f"addresses of load {j}, {b} bits", f(j, b), expected, mistakes)
+
+
+def check_wavefronts(f):
+    """f(words) -> passes of a warp's request in shared memory."""
+    i = np.arange(32)
+    requests = {
+        "a row": (i, 1),
+        "a column of 32": (32 * i, 32),
+        "every second word": (2 * i, 2),
+        "all the same word": (0 * i + 7, 1),
+        "pairs": (32 * (i // 2), 16),
+    }
+    for name, (words, expected) in requests.items():
+        mistakes = {
+            "threads that ask for the same word share it": np.bincount(
+                words % 32
+            ).max(),
+            "the busiest bank counts, not the number of banks": len(
+                np.unique(words % 32)
+            ),
+        }
+        compare(f"wavefronts of {name}", f(words), expected, mistakes)
+
+
+def check_sectors_of_row(f):
+    """f(r, row_bytes) -> sectors that row r touches."""
+    for r, size in ((0, 40), (1, 20), (3, 40), (2, 64), (1, 40)):
+        first, last = r * size, (r + 1) * size - 1
+        mistakes = {
+            "a row may begin in the middle of a sector": -(-size // 32),
+            "the last byte of the row is row_bytes - 1 further on": (last + 1) // 32
+            - first // 32
+            + 1,
+            "both ends count: add 1": last // 32 - first // 32,
+        }
+        what = f"sectors of row {r}, {size} bytes a row"
+        compare(what, f(r, size), last // 32 - first // 32 + 1, mistakes)
+
+
+# --- warps ----------------------------------------------------------------------------
+def check_shuffle_xor(f):
+    """f(x, m) -> x of lane i ^ m, for each of the 32 lanes i."""
+    x, i = np.random.default_rng(9).standard_normal(32), np.arange(32)
+    for m in (1, 4, 16):
+        mistakes = {
+            "the lane's number and m, exclusive or: i ^ m, not i + m": x[(i + m) % 32],
+            "these are the lanes; return their x": i ^ m,
+            "exclusive or is ^, not |": x[i | m],
+        }
+        compare(f"exchange with m = {m}", f(x.copy(), m), x[i ^ m], mistakes)
+
+
+def check_warp_sum(f):
+    """f(x) -> the sum of all lanes, in every lane: (32,)."""
+    x = np.random.default_rng(10).standard_normal(32)
+    total = np.full(32, x.sum())
+    mistakes = {
+        "every lane has the sum: return 32 numbers": x.sum(),
+        "five steps, down to m = 1": x.reshape(16, 2).sum(0)[np.arange(32) % 2],
+        "add what came to what was there": x[::-1],
+    }
+    compare("sum of a warp", f(x.copy()), total, mistakes)
+
+
+def check_score_by_warp(f):
+    """f(q, k) -> q . k in every lane."""
+    q, k = np.random.default_rng(11).standard_normal((2, 96))
+    part = (q * k).reshape(-1, 32).sum(axis=0)
+    mistakes = {
+        "the lanes' parts must be added: use warp_sum": part,
+        "every lane has the score: return 32 numbers": q @ k,
+        "multiply q and k": np.full(32, k.sum()),
+        "all channels count, not only the first 32": np.full(32, q[:32] @ k[:32]),
+    }
+    compare("score by a warp, D = 96", f(q, k), np.full(32, q @ k), mistakes)
+
+
+def check_softmax_step(f):
+    """f(m, l, S) -> (m', l', p) of the online softmax; l, S, p (32,)."""
+    S = np.random.default_rng(12).standard_normal((3, 32))
+    S += np.array([[0.0], [3.0], [-5.0]])
+    m, l = -np.inf, np.zeros(32)  # noqa: E741
+    for tile, name in zip(S, ("first", "second", "third"), strict=True):
+        new = max(m, tile.max())
+        p, shrink = np.exp(tile - new), np.exp(m - new)
+        wrong = {
+            "the old l shrinks by exp(m - m')": (new, l + p, p),
+            "the maximum never falls: m' = max(m, max S)": (
+                tile.max(),
+                l * np.exp(m - tile.max()) + np.exp(tile - tile.max()),
+                np.exp(tile - tile.max()),
+            ),
+            "subtract the new maximum": (new, l * shrink + np.exp(tile), np.exp(tile)),
+        }
+        answer = unpack_answer("step", f(m, l.copy(), tile.copy()), ("m", "l", "p"))
+        if np.shape(answer[1]) != (32,):
+            raise AssertionError(
+                f"l: got shape {np.shape(answer[1])}, expected (32,)\n"
+                "likely cause: each lane keeps its own part; they are added at the end"
+            )
+        mistakes = {cause: np.hstack(a) for cause, a in wrong.items()}
+        expected = np.hstack((new, l * shrink + p, p))
+        compare(f"online softmax, {name} tile", np.hstack(answer), expected, mistakes)
+        m, l = new, l * shrink + p  # noqa: E741
+
+
+def check_neutral(f):
+    """f() -> (0 for a sum, -inf for a maximum)."""
+    answer = unpack_answer("neutral", f(), ("of a sum", "of a maximum"))
+    if tuple(answer) != (0, -np.inf):
+        cause = "x + 0 = x, and max(x, -inf) = x for every x"
+        if tuple(answer) == (0, 0):
+            cause = "all scores may be negative: then 0 would be their maximum"
+        raise AssertionError(
+            f"neutral numbers: got {answer}, expected others\nlikely cause: {cause}"
+        )
+    print("ok: what idle lanes contribute")
+
+
+# --- decode attention -----------------------------------------------------------------
+def check_kv_head(f):
+    """f(h, H_q, H_kv) -> h // (H_q / H_kv)."""
+    for H_q, H_kv in ((9, 3), (8, 2), (5, 5)):
+        heads = range(H_q)
+        mistakes = {
+            "neighbouring query heads share a KV head: divide, not modulo": [
+                h % H_kv for h in heads
+            ],
+            "divide by the ratio H_q / H_kv, not by H_kv": [h // H_kv for h in heads],
+        }
+        expected = [h // (H_q // H_kv) for h in heads]
+        got = [f(h, H_q, H_kv) for h in heads]
+        compare(f"KV heads of {H_q} query heads", got, expected, mistakes)
+
+
+def check_times_read(f):
+    """f(H_q, H_kv, per) -> how often each packed byte is read."""
+    for H_q, H_kv in ((32, 8), (9, 3)):
+        for per, expected in (("query head", H_q // H_kv), ("KV head", 1)):
+            mistakes = {
+                "each KV head is read by the query heads of its group only": H_q,
+                "this is the other kind of kernel": H_q // H_kv // expected,
+                "a byte belongs to one KV head": H_kv,
+            }
+            what = f"reads per byte, once per {per}, {H_q} on {H_kv} heads"
+            compare(what, f(H_q, H_kv, per), expected, mistakes)
+
+
+def check_merge_splits(f):
+    """f(m, l, o) -> the output of splits; m, l (n,), o (n, D)."""
+    m, l = np.array([2.0, -np.inf, 5.0]), np.array([3.0, 0.0, 1.5])  # noqa: E741
+    o = np.array([[1.0, -2.0], [0.0, 0.0], [4.0, 0.5]])
+    weight = np.exp(m - 5)
+    total = (l * weight).sum()
+    mistakes = {
+        "divide by l": (o * weight[:, None]).sum(0),
+        "l is weighted like o": (o * weight[:, None]).sum(0) / l.sum(),
+        "weight each split by exp(m_i - M)": o.sum(0) / l.sum(),
+        "subtract the largest maximum": (o * np.exp(m)[:, None]).sum(0)
+        / (l * weight).sum(),
+    }
+    expected = (o * weight[:, None]).sum(0) / total
+    compare("merged splits", f(m.copy(), l.copy(), o.copy()), expected, mistakes)
+
+
+def check_splits_for(f):
+    """f(T, groups, wanted, shortest) -> splits."""
+    cases = ((8192, 8, 500, 128), (512, 8, 500, 128), (100, 8, 500, 128), (8192, 512))
+    for T, groups, wanted, shortest in (*cases[:3], (*cases[3], 500, 128)):
+        enough = -(-wanted // groups)
+        expected = max(1, min(enough, T // shortest))
+        mistakes = {
+            "one split at least": min(enough, T // shortest),
+            "no split shorter than `shortest`": enough,
+            "no more than fill the GPU": max(1, T // shortest),
+            "round up: enough blocks for `wanted`": max(
+                1, min(wanted // groups, T // shortest)
+            ),
+        }
+        what = f"splits of {T} tokens, {groups} groups"
+        compare(what, f(T, groups, wanted, shortest), expected, mistakes)
+
+
+# --- races and bounds -----------------------------------------------------------------
+def check_race(f):
+    """f(a, b) -> whether two accesses race: (warp, place, kind, barriers passed)."""
+    write = 0, 5, "write", 1
+    cases = {
+        "another warp reads what was written": ((1, 5, "read", 1), True),
+        "another warp writes": ((1, 5, "write", 1), True),
+        "another place": ((1, 6, "write", 1), False),
+        "the same warp": ((0, 5, "read", 1), False),
+        "a barrier is between them": ((1, 5, "read", 2), False),
+    }
+    reads = (0, 5, "read", 1), (1, 5, "read", 1)
+    for name, (a, b), expected in (
+        *((name, (write, other), answer) for name, (other, answer) in cases.items()),
+        *((name, (other, write), answer) for name, (other, answer) in cases.items()),
+        ("two reads", reads, False),
+    ):
+        got = f(a, b)
+        if bool(got) != expected:
+            raise AssertionError(
+                f"{a} and {b}: got {got!r}, expected {expected}\nlikely cause: {name}"
+            )
+    print("ok: the rule of a race")
+
+
+def check_idle_threads(f):
+    """f(n, block) -> places of the threads of the last block without a number."""
+    for n, block in ((100, 64), (65, 64), (128, 64), (7, 8)):
+        busy = n - (n - 1) // block * block
+        expected = list(range(busy, block))
+        mistakes = {
+            "a full last block has no idle thread": list(range(n % block, block)),
+            "these are the busy ones": list(range(busy)),
+            "these are indices of the grid; return places in the block": list(
+                range(n, n + block - busy)
+            ),
+        }
+        compare(f"idle threads, {n} numbers", list(f(n, block)), expected, mistakes)
+
+
+def check_widest_load(f):
+    """f(D) -> 2, 4, 8 or 16 bytes, aligned at the start of every row of D float16."""
+    for D in (64, 100, 66, 33):
+        expected = max(w for w in (2, 4, 8, 16) if 2 * D % w == 0)
+        mistakes = {
+            "a float16 has 2 bytes": max(w for w in (1, 2, 4, 8, 16) if D % w == 0),
+            "only the first row begins at the start": 16,
+            "in bytes, not in numbers": expected // 2,
+        }
+        compare(f"widest load, D = {D}", f(D), expected, mistakes)
+
+
+def check_mask_of(f):
+    """f(n) -> the mask of lanes 0 .. n - 1."""
+    for n in (4, 1, 32, 20):
+        mistakes = {
+            "this is the bit of one lane: subtract 1": 2**n,
+            "this is the bit of the last lane": 2 ** (n - 1),
+            "name the lanes that stay": 2**32 - 2**n,
+        }
+        compare(f"mask of {n} lanes", f(n), 2**n - 1, mistakes, rtol=0)
+
+
 # --- keys versus values ---------------------------------------------------------------
 def check_weight_moved(f):
     """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""
@@ -921,3 +1394,180 @@ def check_usable_blocks(f):
         }
         what = f"usable blocks, T={T}, R={R}, B={B}, stored={stored}"
         compare(what, f(T, R, B, stored), expected, mistakes)
+
+
+# --- what a quantized cache costs a model ---------------------------------------------
+def check_perplexity(f):
+    """f(nll) -> exp(mean nll)."""
+    nll = np.array([0.3, 5.1, 2.2, 0.05, 3.0])
+    expected = np.exp(nll.mean())
+    mistakes = {
+        "take the mean first, then exp": np.exp(nll).mean(),
+        "this is the mean of -ln p: exp is missing": nll.mean(),
+        "this is 1 / perplexity: nll has the minus sign already": 1 / expected,
+        "nll is in nats: exp, not 2 to the power": 2 ** nll.mean(),
+        "the mean, not the sum": np.exp(nll.sum()),
+    }
+    compare("perplexity", f(nll.copy()), expected, mistakes)
+
+
+def check_paired_change(f):
+    """f(nll, nll_hat) -> (change, se) in percent, from d = nll_hat - nll.
+
+    change = 100 (exp(mean d) - 1), se = 100 std(d) / sqrt(n).
+    """
+    nll = np.array([0.3, 5.1, 2.2, 0.05, 3.0, 1.1])
+    nll_hat = nll + np.array([0.02, 0.3, -0.1, 0.01, 0.25, 0.0])
+    n, d = len(nll), nll_hat - nll
+    change, se = unpack_answer(
+        "change", f(nll.copy(), nll_hat.copy()), ("change", "se")
+    )
+    expected = 100 * np.expm1(d.mean())
+    mistakes = {
+        "in percent: times 100": expected / 100,
+        "the sign: more nll means a higher perplexity": 100 * np.expm1(-d.mean()),
+        "subtract 1: this is the ratio of the perplexities": expected + 100,
+        "this is the change of the mean nll in percent of it": (
+            100 * d.mean() / nll.mean()
+        ),
+        "mean d is the change of ln(perplexity): take exp": 100 * d.mean(),
+    }
+    compare("change in percent", change, expected, mistakes)
+    spread = d.std(ddof=1)
+    two = np.hypot(nll.std(ddof=1), nll_hat.std(ddof=1)) / np.sqrt(n)
+    mistakes = {
+        "the standard error is that of the mean: divide by sqrt(n)": 100 * spread,
+        "divide by sqrt(n), not by n": 100 * spread / n,
+        "in percent: times 100": spread / np.sqrt(n),
+        "the differences of pairs, not two spreads added": 100 * two,
+        "this is the spread of nll_hat; take that of d": (
+            100 * nll_hat.std(ddof=1) / np.sqrt(n)
+        ),
+    }
+    compare("standard error", se, 100 * spread / np.sqrt(n), mistakes, rtol=0.1)
+
+
+def check_verdict(f):
+    """f(change, se, low, high) -> "true", "false" or "cannot tell".
+
+    Where change - 2 se .. change + 2 se lies: inside low .. high, outside, or neither.
+    """
+    cases = (
+        (2.0, 0.3, "true", "all of 1.4 .. 2.6 is in 1 .. 3"),
+        (23.1, 1.5, "false", "20.1 .. 26.1 lies above 3"),
+        (0.2, 0.15, "false", "-0.1 .. 0.5 lies below 1: less than the claim says"),
+        (3.3, 0.6, "cannot tell", "2.1 .. 4.5 holds numbers on both sides of 3"),
+        (2.0, 0.7, "cannot tell", "the interval is +- 2 se, not +- 1: 0.6 .. 3.4"),
+        (1.2, 0.3, "cannot tell", "0.6 .. 1.8 holds numbers on both sides of 1"),
+        (2.0, 4.0, "cannot tell", "-6 .. 10 holds all that the claim allows, and more"),
+    )
+    for change, se, expected, why in cases:
+        got = f(change, se, 1.0, 3.0)
+        if got != expected:
+            raise AssertionError(
+                f"verdict on {change} +- {se}, claim 1 .. 3: got {got!r}, expected "
+                f"{expected!r}\nlikely cause: {why}"
+            )
+    print("ok: verdicts")
+
+
+def check_front(f):
+    """f(cost, loss) -> indices of the points that no other beats, by cost.
+
+    A point is beaten if another costs no more and loses less, or costs less and loses
+    no more.
+    """
+    cost = np.array([7, 3, 5, 9, 5, 3, 8, 12])
+    loss = np.array([2.0, 6.0, 4.0, 2.5, 3.0, 8.0, 2.0, 0.5])
+    expected = [1, 4, 0, 7]
+    mistakes = {
+        "8 costs more than 7 and loses the same: it is beaten": [1, 4, 0, 6, 7],
+        "of two that cost the same the worse one is beaten": [1, 2, 4, 0, 7],
+        "the order is by cost": sorted(expected),
+        "return indices, not costs": [3, 5, 7, 12],
+        "every point is here: leave out those that another beats": np.argsort(
+            cost, kind="stable"
+        ),
+    }
+    got = f(cost.copy(), loss.copy())
+    if got is not None and np.size(got) == 0:
+        raise AssertionError(
+            f"the front: got no points, expected {expected}\n"
+            "likely cause: a point is not beaten by itself"
+        )
+    compare("the front", got, expected, mistakes)
+
+
+# --- a cache for somebody else's model ------------------------------------------------
+def check_cache_layer(Layer):
+    """Layer(policy).update(k, v) -> (keys, values) of all tokens, as stored."""
+    rng = np.random.default_rng(6)
+    k, v = rng.standard_normal((2, 2, 50, 8)).astype(np.float32)
+    k[..., 5] += 9
+    policy = Policy(Scheme(2, "channel", 16, "asymmetric"), Scheme(3, "token", 8))
+    layer, cache = Layer(policy), KVCache(policy)
+    for start, stop in (0, 21), (21, 22), (22, 50):
+        before = [cache.keys(), cache.values()] if start else [k[:, :0], v[:, :0]]
+        new = [x[:, start:stop] for x in (k, v)]
+        cache.append(*new)
+        got = unpack_answer("update", layer.update(*new), ("keys", "values"))
+        stored = cache.keys(), cache.values()
+        for i, name in enumerate(("keys", "values")):
+            mistakes = {
+                "these are the new tokens: the model wants all of them": stored[i][
+                    :, start:
+                ],
+                "this is what came in: the model must see what is stored": (k, v)[i][
+                    :, :stop
+                ],
+                "store the new tokens first, then read": before[i],
+                "keys and values are swapped": stored[1 - i],
+            }
+            what = f"{name} after tokens {start}..{stop - 1}"
+            compare(what, got[i], stored[i], mistakes)
+
+
+def check_mask_sizes(f):
+    """f(T, t, W) -> (columns, first): what t new tokens after T others see, window W.
+
+    A query sees the newest W tokens, itself included.
+    """
+    for T, t, W in (100, 1, 32), (100, 7, 32), (10, 3, 32), (31, 1, 32), (32, 1, 32):
+        first = max(T - W + 1, 0)
+        expected = T + t - first, first
+        answer = unpack_answer("mask sizes", f(T, t, W), ("columns", "first"))
+        mistakes = {
+            "the first new query sees W - 1 tokens before itself, not W": (
+                T + t - max(T - W, 0),
+                max(T - W, 0),
+            ),
+            "the first new query decides, not the last": (
+                T + t - max(T + t - W, 0),
+                max(T + t - W, 0),
+            ),
+            "there is no token before token 0": (T + t - (T - W + 1), T - W + 1),
+            "the new tokens are columns too": (T - first, first),
+            "first columns, then where they begin": expected[::-1],
+        }
+        compare(f"mask sizes, T={T}, t={t}, W={W}", answer, expected, mistakes)
+
+
+def check_times_quantized(f):
+    """f(prompt, total, F) -> tokens quantized: all of them, after every F new ones.
+
+    The prompt is quantized when it has come.
+    """
+    for prompt, total, F in (36, 100, 8), (256, 1023, 128), (40, 45, 8):
+        flushes = range(prompt, total + 1, F)
+        expected = sum(flushes)
+        mistakes = {
+            "at every flush the whole history is quantized again": flushes[-1],
+            "the prompt is quantized as well, once before the first flush": expected
+            - prompt,
+            "the last flush is the one at or before `total`": sum(
+                range(prompt, total + F, F)
+            ),
+            "this counts flushes; add up their tokens": len(flushes),
+        }
+        what = f"tokens quantized, prompt {prompt}, total {total}, F={F}"
+        compare(what, f(prompt, total, F), expected, mistakes)

@@ -8,7 +8,7 @@ happen inside the commands.
 import os
 import sys
 
-from kvq.commands import doctor, formats, lessons, plan, presets, study
+from kvq.commands import doctor, formats, kernels, lessons, plan, presets, study
 from kvq.commands.common import Parser, note
 from kvq.model.commands import add_commands as add_model
 
@@ -19,6 +19,7 @@ ADD = (
     formats.add_formats,
     formats.add_convert,
     add_model,
+    kernels.add,
     lessons.add,
     doctor.add,
 )

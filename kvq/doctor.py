@@ -61,6 +61,6 @@ def lines(report):
     gpu = report["gpu"]
     yield f"{'GPU':<14} {gpu['what'] if gpu['available'] else 'none: ' + gpu['what']}"
     yield ""
-    yield "backends, the fastest first:"
+    yield "backends, the fastest first, simulators last:"
     for name, reason in report["backends"].items():
         yield f"  {name:<12} {'cannot run: ' + reason if reason else 'can run'}"

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from agree import same_stored
 from plain import attend, check_quantized, uneven
 
 from kvq import kernels
@@ -20,32 +21,43 @@ def asymmetric(bits, per="token", group=None, dtype="float32"):
     return Scheme(bits, per, group, "asymmetric", dtype)
 
 
-def same_stored(a, b):
-    """Codes, scales and zeros, bit for bit."""
-    assert [x.shape for x in a.arrays] == [x.shape for x in b.arrays]
-    assert [x.dtype for x in a.arrays] == [x.dtype for x in b.arrays]
-    assert [x.tobytes() for x in a.arrays] == [x.tobytes() for x in b.arrays]
-    assert (a.shape, a.scheme) == (b.shape, b.scheme)
-
-
 # --- which backend --------------------------------------------------------------------
+def no_gpu(monkeypatch):
+    for name in ("cupy", "numba-cuda"):
+        monkeypatch.setattr(BACKENDS[name], "unavailable", lambda: "no GPU")
+
+
 def test_auto_is_the_first_that_can_run(monkeypatch):
+    no_gpu(monkeypatch)
     assert backend().name == "numba-cpu"
     monkeypatch.setattr(type(FAST), "unavailable", lambda self: "no compiler")
     assert backend("auto").name == "numpy"
     with pytest.raises(RuntimeError, match="'numba-cpu' cannot run here: no compiler"):
         backend("numba-cpu")
+    monkeypatch.setattr(BACKENDS["cupy"], "unavailable", lambda: None)
+    assert backend("auto").name == "cupy"
 
 
-def test_auto_for_a_case_that_the_fastest_does_not_know():
+def test_auto_for_a_case_that_the_fastest_does_not_know(monkeypatch):
+    no_gpu(monkeypatch)
     assert backend("auto", "pack", Scheme(4, levels="nf4")).name == "numpy"
     assert backend("auto", "pack", Scheme(4)).name == "numba-cpu"
     assert backend("auto", "decode", policy("rotated-int4")).name == "numpy"
     assert backend("auto", "decode", policy("kivi-2")).name == "numba-cpu"
 
 
+def test_auto_is_never_a_simulator(monkeypatch):
+    fast = ("cupy", "numba-cuda", "numba-cpu", "numpy")
+    assert list(BACKENDS)[: len(fast)] == list(fast)
+    for name in fast:
+        monkeypatch.setattr(BACKENDS[name], "unavailable", lambda: "not here")
+    with pytest.raises(StopIteration):
+        backend("auto")
+
+
 def test_an_unknown_backend_is_named_with_the_known_ones():
-    with pytest.raises(ValueError, match="'cuda'; valid: auto, numba-cpu, numpy"):
+    names = "cupy, numba-cuda, numba-cpu, numpy, ptxsim-c, ptxsim-numba, gxx, numba-sim"
+    with pytest.raises(ValueError, match=f"'cuda'; valid: auto, {names}"):
         backend("cuda")
 
 

@@ -1,0 +1,89 @@
+"""The cases that tables, budgets and the committed PTX are made of.
+
+A `Case` is one kernel of the ladder on ordinary data. `launches(case)` asks the host
+side for it, so that grid, constants and arguments are those of real use.
+"""
+
+import importlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvq.cache import KVCache
+from kvq.scheme import Policy, Scheme
+from kvq.tensor import quantize
+
+OPS = ("pack", "dequant", "decode")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One version of one operation, and what it works on.
+
+    bits, group : of every group of numbers. per : "token" or "channel", of what is
+    packed and dequantized, and of the keys of decode; its values are per token.
+    T : tokens. ratio : query heads of each of the H_kv heads. residual : tokens that
+    decode finds in full precision. dtype : of what is not quantized.
+    """
+
+    op: str
+    version: str
+    bits: int = 4
+    per: str = "token"
+    group: int = 64
+    levels: str = "asymmetric"
+    dtype: str = "float16"
+    D: int = 128
+    T: int = 1024
+    H_kv: int = 2
+    ratio: int = 4
+    residual: int = 64
+
+    def __str__(self):
+        which = "keys " if self.op == "decode" else ""
+        return (
+            f"{self.op} {self.version}, {self.bits} bits, {which}per {self.per}, "
+            f"G={self.group}, T={self.T}, H_kv={self.H_kv}, D={self.D}, {self.dtype}"
+        )
+
+    @property
+    def scheme(self):
+        return Scheme(self.bits, self.per, self.group, self.levels)
+
+    @property
+    def policy(self):
+        """Of the cache that decode reads."""
+        value = Scheme(self.bits, "token", self.group, self.levels)
+        return Policy(key=self.scheme, value=value, residual=self.residual)
+
+
+def inputs(case):
+    """What the operation takes: (x, scheme), (qt,) or (q, cache).
+
+    The data is random, and always the same.
+    """
+    x = _random((case.H_kv, case.T, case.D), case.dtype)
+    if case.op == "pack":
+        return x, case.scheme
+    if case.op == "dequant":
+        return (quantize(x, case.scheme),)
+    cache = KVCache(case.policy)
+    cache.append(x, _random(x.shape, case.dtype, seed=1))
+    return _random((case.H_kv * case.ratio, 1, case.D), case.dtype, seed=2), cache
+
+
+def launches(case):
+    """The Launches of a case, in order."""
+    host = importlib.import_module(f"kvq.kernels.{case.op}")
+    return host.launches(*inputs(case), case.version)[0]
+
+
+def versions():
+    """(operation, version) of the whole ladder, in the order of teaching."""
+    for op in OPS:
+        host = importlib.import_module(f"kvq.kernels.{op}")
+        yield from ((op, version) for version in host.VERSIONS)
+
+
+def _random(shape, dtype, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)

@@ -1,0 +1,94 @@
+"""What the host sides of `pack`, `dequant` and `decode` share: versions, types, arrays.
+
+A kernel takes flat arrays and numbers. Here NumPy arrays of any layout become such
+arrays, and never change: what is not ready to be read as it is gets copied.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvq.kernels.launch import Launch
+
+THREADS = 256  # of a block, where nothing speaks for another number
+C_TYPES = {"float16": "__half", "float32": "float"}
+
+
+@dataclass(frozen=True)
+class Version:
+    """One step of a ladder of kernels: the same operation, one more idea.
+
+    name : "v2". source : its file without the suffix, in both languages.
+    layout : of the words that it reads or writes, see `kernels/layouts.py`.
+    shuffles : True where lanes of a warp exchange numbers.
+    """
+
+    name: str
+    source: str
+    layout: str = "canonical"
+    shuffles: bool = False
+
+
+def versions(*ladder):
+    """The versions of an operation by name, the oldest first."""
+    return {version.name: version for version in ladder}
+
+
+def version_of(known, name):
+    """The Version called `name`. Raises ValueError."""
+    if name not in known:
+        raise ValueError(f"unknown version {name!r}; valid: {', '.join(known)}")
+    return known[name]
+
+
+def first_invalid(thing, limits):
+    """None, or the first attribute of `thing` that is not among its valid values."""
+    for name, valid in limits.items():
+        value = getattr(thing, name)
+        if value not in valid:
+            return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
+    return None
+
+
+def no_reason(reasons):
+    """None if one of these is None; else the first of them."""
+    return None if None in reasons else reasons[0]
+
+
+def launch(version, kernel, constants, threads, args, outputs, block=THREADS):
+    """A Launch of at least `threads` threads."""
+    grid = -(-threads // block)
+    return Launch(version.source, kernel, constants, grid, block, args, outputs)
+
+
+# --- arrays ---------------------------------------------------------------------------
+def flat(array, dtype=None):
+    """1-D, contiguous, native: a view where `array` is so already, or else a copy.
+
+    No array, and an array without elements, become one zero: there are no null
+    pointers in a kernel.
+    """
+    if array is None or array.size == 0:
+        return np.zeros(1, dtype or array.dtype)
+    return np.ascontiguousarray(array, dtype).reshape(-1)
+
+
+def unwritten(shape, dtype):
+    """A flat output, all bits set (NaN): what a kernel leaves out is seen."""
+    size = max(math.prod(shape), 1) * np.dtype(dtype).itemsize
+    return np.full(size, 0xFF, np.uint8).view(dtype)
+
+
+def shaped(output, shape):
+    """A flat output as an array of `shape`."""
+    return output[: math.prod(shape)].reshape(shape)
+
+
+def narrow(*names):
+    """The type that kernels read numbers of these dtypes in: "float16" or "float32".
+
+    float16 if all of them are; else float32, into which bfloat16 and the 8-bit formats
+    go exactly, and float64 is rounded, as by `kvq.quantize`.
+    """
+    return "float16" if set(names) == {"float16"} else "float32"

@@ -1,0 +1,83 @@
+"""With NumPy alone: no compiler, no NVIDIA package, every committed kernel runs.
+
+A new Python process refuses to import anything else that is not Python's own; the PTX
+then comes from `kernels/ptx/` or from nowhere.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+REFUSE = """
+import sys
+
+ALLOWED = {"numpy", "ml_dtypes", "kvq", "kernels", "agree", "plain"}
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in ALLOWED and top not in sys.stdlib_module_names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Refuse())
+"""
+RUN = """
+import numpy as np
+from agree import check_decode, check_dequant, check_pack, filled, queries
+from plain import uneven
+from kvq.kernels import BACKENDS
+from kvq.kernels.launch import numba_ptx, nvrtc
+from kvq.kernels.ptx.specializations import cases
+from kvq.tensor import quantize
+
+assert nvrtc.unavailable() and numba_ptx.unavailable()
+backend, runs = BACKENDS["ptxsim-{language}"], 0
+for case in cases():
+    if case.op != "{op}":
+        continue
+
+    def run(*inputs, **options):
+        return getattr(backend, case.op)(*inputs, version=case.version, **options)
+
+    x = uneven((case.H_kv, 45, case.D), dtype=np.dtype(case.dtype))
+    if case.op == "pack":
+        check_pack(run, x, case.scheme)
+    elif case.op == "dequant":
+        check_dequant(run, quantize(x, case.scheme))
+    else:
+        dtype = np.dtype(case.dtype)
+        cache = filled(case.policy, (1, case.H_kv, 101, case.D), dtype=dtype)
+        q = queries(1, case.H_kv * case.ratio, case.D, dtype=dtype)
+        check_decode(run, q, cache)
+    runs += 1
+print(runs)
+"""
+
+
+def python(code, folder):
+    path = [str(TESTS), str(TESTS / "kernels")]
+    # What was compiled before on this machine must not help.
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "XDG_CACHE_HOME": folder}
+    return subprocess.run(
+        [sys.executable, "-c", REFUSE + code], env=env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("op", ["pack", "dequant", "decode"])
+@pytest.mark.parametrize("language", ["c", "numba"])
+def test_every_committed_kernel_runs_and_agrees(language, op, tmp_path):
+    done = python(RUN.format(language=language, op=op), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 2 + 12
+
+
+def test_the_refusal_works(tmp_path):
+    for package in ("numba", "cupy", "cuda.bindings", "pytest"):
+        done = python(f"import {package}", str(tmp_path))
+        assert f"No module named {package.partition('.')[0]!r}" in done.stderr
