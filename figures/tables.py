@@ -28,6 +28,36 @@ def quality():
         for column in columns.values():
             cells += _cells(column.get(policy))
         lines.append(cells)
+    return _markdown(lines)
+
+
+def llama_cpp():
+    """Cache types of llama.cpp: what they cost it, and what they cost our decoder."""
+    rows, _ = read_table(ROOT / "figures/data/quality_llama_cpp.csv")
+    titles = ["type", "bits", "rotated"]
+    titles += ["llama.cpp: perplexity", "KL", "here: perplexity", "KL", "difference"]
+    lines = [titles, ["---"] * 3 + ["---:"] * 5]
+    for ours, theirs in zip(rows[0::2], rows[1::2], strict=True):
+        apart = (
+            f"{ours['difference_percent']:+.2f} ± {ours['difference_se_percent']:.2f}"
+        )
+        cells = [f"`{ours['type']}`", f"{ours['bits_per_element']:.1f}"]
+        cells += [ours["rotated"], *_cells(theirs), *_cells(ours), apart]
+        lines.append(cells)
+    return _markdown(lines)
+
+
+def hugging_face():
+    """The caches of Transformers and ours in SmolLM2-135M, by KL."""
+    rows, _ = read_table(ROOT / "figures/data/quality_hf.csv")
+    lines = [["cache", "bits", "perplexity", "KL"], ["---"] * 2 + ["---:"] * 2]
+    for row in sorted(rows, key=lambda row: row["kl"]):
+        bits = f"{row['bits_per_element']:.2f}"
+        lines.append([f"`{row['policy']}`", bits, *_cells(row)])
+    return _markdown(lines)
+
+
+def _markdown(lines):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -36,6 +66,9 @@ def _cells(row):
         return ["not measured", ""]
     change = f"{row['change_percent']:+.2f} % ± {row['se_percent']:.2f}"
     return [change, f"{row['kl']:.4f}"]
+
+
+TABLES = {"quality": quality, "quality_hf": hugging_face}
 
 
 def with_table(text, name, table):
@@ -53,7 +86,9 @@ def main(argv=None):
     check = parser.parse_args(argv).check
     path = ROOT / "README.md"
     old = path.read_text(encoding="utf-8")
-    new = with_table(old, "quality", quality())
+    new = old
+    for name, table in TABLES.items():
+        new = with_table(new, name, table())
     if check and new != old:
         print("README.md is not what the data says: run `make figures`")
         return 1

@@ -11,8 +11,10 @@ Every backend has
     decode(q, cache, ...)   attention, with the options of `cache.attend(q, ...)`
 
 Backends of GPU kernels take `version="v1"`, ... as well; without it they use the newest
-version that knows the case. What depends on the shape (the head dimension, the number
-of queries, a mask) they can only refuse at the call.
+version that knows the case and computes in float32. Versions that use tensor cores are
+there by name: they are CUDA C alone, and agree as binary16 products do. What depends
+on the shape (the head dimension, the number of queries, a mask) they can only refuse
+at the call.
 
 An operation on an unsupported case raises ValueError with that reason; no backend
 hands it to another one. Results agree in three classes: codes exactly, dequantized
@@ -140,6 +142,7 @@ class KernelBackend:
 
     def __init__(self, name, executor, **options):
         self.name, self.executor, self.options = name, executor, options
+        self.numba = "numba" in (executor.split("_")[0], options.get("language"))
 
     def _executor(self):
         return importlib.import_module(f"kvq.kernels.launch.{self.executor}")
@@ -201,9 +204,12 @@ class KernelBackend:
     def _reason(self, op, case, version, D=None, T=None):
         """None, or why `version` cannot do it, in the kernels or in the executor."""
         host = _host(op)
+        tensor_cores = getattr(host, "TENSOR_CORES", {})
+        if version in tensor_cores and self.numba:
+            return f"{version}: it is CUDA C alone; valid: {', '.join(host.VERSIONS)}"
         limits = getattr(self._executor(), "unsupported", lambda version, T: None)
         reason = host.unsupported(case, version, D)
-        return reason or limits(host.VERSIONS[version], T)
+        return reason or limits({**host.VERSIONS, **tensor_cores}[version], T)
 
 
 def _host(op):

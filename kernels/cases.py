@@ -78,6 +78,13 @@ def launches(case):
     return host.launches(*inputs(case), case.version)[0]
 
 
+def supported(case):
+    """Does the version know the case?"""
+    host = importlib.import_module(f"kvq.kernels.{case.op}")
+    what = case.policy if case.op == "decode" else case.scheme
+    return host.unsupported(what, case.version, case.D) is None
+
+
 def versions():
     """(operation, version) of the whole ladder, in the order of teaching."""
     for op in OPS:

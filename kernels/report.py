@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from kvq.kernels import ptxsim, static
-from kvq.kernels.cases import Case, launches, versions
+from kvq.kernels.cases import Case, launches, supported, versions
 from kvq.kernels.launch import cache, nvrtc
 from kvq.kernels.launch.ptxsim import ptx_text
 
@@ -68,6 +68,7 @@ def rows(architectures=nvrtc.ARCHITECTURES, bits=4, cases=None):
     if reason := nvrtc.unavailable() or static.unavailable():
         raise ValueError(reason)
     cases = cases or [case_of(op, version, bits) for op, version in versions()]
+    cases = [case for case in cases if supported(case)]
     return [
         {"kernel": r.launch.kernel, "bits": case.bits, "arch": arch, **_row(r, arch)}
         for case in cases
@@ -83,6 +84,7 @@ def _row(r, arch):
         "spills": facts.spills,
         "shared_bytes": facts.shared,
         "wide_loads": facts.wide_loads,
+        "matrix": facts.matrix,
         "loop_instructions": len(facts.main_loop),
         "loop_barriers": facts.barriers,
         "instructions_per_byte": 32 * machine_instructions(r, facts) / r.nbytes,
@@ -110,7 +112,9 @@ def machine_instructions(r, facts):
 
     The simulator runs PTX. The compiler turns the PTX of a source line into more or
     fewer machine instructions, which run as often as the line does. What comes after
-    the last EXIT is left out: slow paths, such as a division's.
+    the last EXIT is left out: slow paths, and subroutines such as a 64-bit division,
+    which some architectures have there and others in the line. Of two branches in one
+    line both count.
     """
     here = Counter(_place(i.source) for i in r.kernel.code.instructions if i.counted)
     executed = Counter()

@@ -49,8 +49,13 @@ class Facts:
 
     @property
     def wide_loads(self):
-        """Loads of 16 bytes from global memory."""
-        return count(self.code, "LDG.E.128", "LDGSTS.E.BYPASS.128", "LDGSTS.E.128")
+        """Loads of 16 bytes from global memory, into registers or shared memory."""
+        return sum(op.startswith("LDG") and "128" in op.split(".") for op in self.code)
+
+    @property
+    def matrix(self):
+        """Instructions of the tensor cores."""
+        return count(self.code, "HMMA", "IMMA", "QMMA")
 
     @property
     def main_loop(self):

@@ -266,6 +266,7 @@ _PRESETS = {
     "int2-token-g32": _both(Scheme(2, "token", 32, "asymmetric")),
     # KIVI (arXiv 2402.02750): keys per channel, values per token, a window.
     "kivi-4": _kivi(4),
+    "kivi-3": _kivi(3),
     "kivi-2": _kivi(2),
     # QLoRA's normal-float levels (arXiv 2305.14314).
     "nf4-g64": _both(Scheme(4, "token", 64, "nf4")),

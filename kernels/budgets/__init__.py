@@ -20,7 +20,7 @@ README = FOLDER.parent / "README.md"
 BITS = dict.fromkeys(ARCHITECTURES, (4,)) | {90: (8, 4, 3, 2)}
 # A row may have at most, or at least, what its budget says.
 AT_MOST = ("registers", "spills", "shared_bytes", "loop_barriers")
-AT_LEAST = ("wide_loads",)
+AT_LEAST = ("wide_loads", "matrix")
 ROUNDING = 1.01  # instructions per byte are recorded with two decimals
 
 

@@ -1,6 +1,9 @@
 """`decode` on the host: q and a cache -> flat arrays -> attention, float32.
 
 out = softmax(scale * q K^T) V, one query token of each sequence
+
+`VERSIONS` compute in float32, in both languages. `TENSOR_CORES` are CUDA C alone, read
+pages, and multiply binary16 numbers: see `tensor_cores.py`.
 """
 
 import math
@@ -9,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvq.dtypes import as_float_array
-from kvq.kernels.decode import tile
+from kvq.kernels.decode import tensor_cores, tile
 from kvq.kernels.decode.gather import PreparedCache, gather
+from kvq.kernels.decode.paged import Paged
 from kvq.kernels.host import (
     C_TYPES,
     Version,
@@ -30,6 +34,8 @@ VERSIONS = versions(
     Version("v2", "decode/v2_online_softmax", "paired", shuffles=True),
     Version("v3", "decode/v3_split_kv", "paired", shuffles=True),
 )
+TENSOR_CORES = tensor_cores.VERSIONS
+ALL = {**VERSIONS, **TENSOR_CORES}
 # Whatever the rounding that made the codes; scales of any type are read exactly.
 ANY = {
     "levels": UNIFORM,
@@ -55,7 +61,9 @@ def unsupported(policy, version, D=None):
 
     D=None : of any dimension.
     """
-    layout = version_of(VERSIONS, version).layout
+    layout = version_of(ALL, version).layout
+    if version in TENSOR_CORES:
+        return tensor_cores.unsupported(policy, D)
     if policy.value is None:
         return "value=None (a latent cache); valid: a Scheme"
     exact = [scheme.full_precision for scheme in policy.schemes]
@@ -71,20 +79,24 @@ def unsupported(policy, version, D=None):
 
 
 def prepare(cache, version="v1"):
-    """A cache gathered once for many calls: see `gather.PreparedCache`."""
-    return gather(cache, version_of(VERSIONS, version))
+    """A cache gathered once for many calls: see `PreparedCache`, and `paged.Paged`."""
+    version = version_of(ALL, version)
+    if version.name in TENSOR_CORES:
+        return tensor_cores.prepare(cache, version)
+    return gather(cache, version)
 
 
 def launches(q, cache, version="v1", *, scale=None, softcap=None, sink_logits=None):
     """What `cache.attend(q, ...)` does, as kernels.
 
     q : (B, H_q, 1, D), or (H_q, 1, D) for a single sequence.
-    cache : a KVCache, or a PreparedCache for a version with the same layout.
+    cache : a KVCache, or what `prepare` gave for a version with the same layout.
     Returns (launches, collect): once the launches have run, collect() is float32 of
     the shape of q. Raises TypeError or ValueError.
     """
-    version, q = version_of(VERSIONS, version), as_float_array(q, "q")
-    cache = cache if isinstance(cache, PreparedCache) else gather(cache, version)
+    version, q = version_of(ALL, version), as_float_array(q, "q")
+    if not isinstance(cache, (PreparedCache, Paged)):
+        cache = prepare(cache, version.name)
     if cache.version.layout != version.layout:
         raise ValueError(
             f"the cache was prepared for {cache.version.name}, in the "
@@ -95,6 +107,9 @@ def launches(q, cache, version="v1", *, scale=None, softcap=None, sink_logits=No
     numbers = scale, _checked_softcap(softcap)
     sinks = _checked_sinks(sink_logits, H_q)
     out = unwritten(q.shape, np.float32)
+    if version.name in TENSOR_CORES:
+        todo = tensor_cores.launches(version, cache, q, sinks, out, numbers)
+        return todo, lambda: shaped(out, q.shape)
     build = {"v1": _v1, "v2": _v2, "v3": _v3}[version.name]
     todo = build(version, cache, H_q, _inputs(q, cache), sinks, out, numbers)
     return todo, lambda: shaped(out, q.shape)

@@ -93,7 +93,7 @@ struct Coded {
     static constexpr int columns =  // scales of a token, or of a group of tokens
         per_channel ? HEAD_DIM : divide_up(HEAD_DIM, group);
     static constexpr int tokens = per_channel ? group : 1;  // of a group
-    static constexpr int offset = asymmetric ? 0 : 1 << (bits - 1);
+    static constexpr int zeros = asymmetric, offset = zeros ? 0 : 1 << (bits - 1);
     typedef Rows<words, widest<bits>()> R;
     typedef Rows<columns, 1> Scales;
     static constexpr int space = R::space;
@@ -202,7 +202,7 @@ __device__ inline Stored stored(const u32* codes, const S* scale, const S* zero,
                                 const X* exact, i64 head, int T_cap, int R_cap) {
     i64 groups = Side::columns * ceil_div(T_cap, Side::tokens) * head;
     return {codes + head * T_cap * Side::words, scale + groups,
-            zero + groups, exact + head * R_cap * HEAD_DIM};
+            Side::zeros ? zero + groups : zero, exact + head * R_cap * HEAD_DIM};
 }
 
 // --- the equations ---------------------------------------------------------------------
@@ -235,7 +235,7 @@ __device__ inline void scores(Tile tile, const float* q, int count, Options opti
     int t = threadIdx.x % 32;
     for (int h = 0; h < HEADS; ++h) s[h] = t < count ? 0 : NOTHING;
     if (t >= count) return;
-#pragma unroll 1  // one unit is enough to keep a warp busy, and 8 would not fit a cache
+#pragma unroll 1  // all units at once would not fit the instruction cache
     for (int u = 0; u < K::units; ++u) {
         auto k = K::read(tile, t, u);
         for (int h = 0; h < HEADS; ++h) {
@@ -335,7 +335,7 @@ __device__ inline void attend_exact(Shared& shared, Stored keys, Stored values, 
     for (int i = threadIdx.x / 32; begin + i * EXACT_TILE < end; i += WARPS) {
         int first = begin + i * EXACT_TILE, count = min(EXACT_TILE, end - first);
         attend_tile<Exact, Exact>(shared, keys, values, first, count, options,
-                                            state);
+                                  state);
     }
 }
 

@@ -7,7 +7,7 @@ of two common kinds of model, for every bit width.
 
 from itertools import product
 
-from kvq.kernels.cases import Case, launches, versions
+from kvq.kernels.cases import Case, launches, supported, versions
 
 BITS = (8, 4, 3, 2)
 # Llama 3 and Mistral: D = 128, 4 query heads a KV head. SmolLM2: D = 64, 3 of them.
@@ -26,7 +26,9 @@ def cases():
                 yield Case(op, version, T=32, dtype=dtype)
             continue
         for bits, settings in product(BITS, SETTINGS):
-            yield Case(op, version, bits, T=64, **settings)
+            case = Case(op, version, bits, T=64, **settings)
+            if supported(case):
+                yield case
 
 
 def specializations():

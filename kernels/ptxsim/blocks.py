@@ -28,7 +28,7 @@ def is_control(instruction):
 
 def is_barrier(instruction):
     """A barrier of the thread block; `bar.warp.sync` is none."""
-    return instruction.opcode in BARRIERS and "warp" not in instruction.modifiers
+    return instruction.opcode in BARRIERS and instruction.modifiers[:1] != ("warp",)
 
 
 def basic_blocks(items):

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvq.kernels.ptxsim.errors import KernelFault
 
-i64 = np.int64
+i32 = np.int32
 NOBODY, SEVERAL = -1, -2
 
 
@@ -95,12 +95,12 @@ class Races:
     def __init__(self, blocks, size, granule):
         self.granule = granule
         cells = blocks * size // granule
-        self.epoch = np.zeros(blocks, i64)
-        self.write_epoch = np.full(cells, -1, i64)
-        self.writer = np.full(cells, NOBODY, i64)
+        self.epoch = np.zeros(blocks, i32)
+        self.write_epoch = np.full(cells, -1, i32)
+        self.writer = np.full(cells, NOBODY, i32)
         self.atomic = np.zeros(cells, bool)
-        self.read_epoch = np.full(cells, -1, i64)
-        self.reader = np.full(cells, NOBODY, i64)
+        self.read_epoch = np.full(cells, -1, i32)
+        self.reader = np.full(cells, NOBODY, i32)
 
     def barrier(self, blocks):
         """The blocks passed a barrier: what was before it cannot race any more."""

@@ -58,22 +58,12 @@ class _Inliner:
                 yield item
 
     def _call(self, call, depth):
-        names = [o for o in call.operands if isinstance(o, Symbol)]
-        function = self.functions.get(names[0].name) if names else None
-        unknown = [m for m in call.modifiers if "call" not in WITHOUT_EFFECT.get(m, ())]
-        if call.guard is not None or unknown:
-            raise UnsupportedPTX(f"{call}: a call under a guard, or with .{unknown}")
-        if function is None:
-            raise UnsupportedPTX(
-                f"{call}: a call to a function that is not in the text"
-            )
+        """The call `(returns), name, (arguments)`: copy in, the body, copy out."""
+        function, given, wanted = self._callee(call)
         if depth == MAX_DEPTH:
             raise UnsupportedPTX(f"{call}: calls deeper than {MAX_DEPTH}, or recursion")
         self.copies += 1
         suffix = f"#{self.copies}"
-        at = call.operands.index(names[0])
-        given = call.operands[at + 1].parts if len(call.operands) > at + 1 else ()
-        wanted = call.operands[0].parts if at else ()
         for formal, actual in zip(function.parameters, given, strict=True):
             yield from self._copy(formal.name, actual.name, call)
         if not any(v in self.variables for v in function.variables):
@@ -85,6 +75,27 @@ class _Inliner:
         for formal, actual in zip(function.returns, wanted, strict=True):
             yield from self._copy(actual.name, formal.name, call)
 
+    def _callee(self, call):
+        """(function, argument operands, result operands)"""
+        unknown = [m for m in call.modifiers if "call" not in WITHOUT_EFFECT.get(m, ())]
+        if call.guard is not None or unknown:
+            raise UnsupportedPTX(f"{call}: a call under a guard, or with .{unknown}")
+        name = next((o for o in call.operands if isinstance(o, Symbol)), None)
+        function = self.functions.get(name.name) if name else None
+        vectors = [o.parts for o in call.operands if isinstance(o, Vector)]
+        wanted = vectors.pop(0) if isinstance(call.operands[0], Vector) else ()
+        given = vectors.pop(0) if vectors else ()
+        if function is None:
+            raise UnsupportedPTX(
+                f"{call}: a call to a function that is not in the text"
+            )
+        if (len(given), len(wanted)) != (
+            len(function.parameters),
+            len(function.returns),
+        ):
+            raise UnsupportedPTX(f"{call}: other parameters than the function has")
+        return function, given, wanted
+
     def _copy(self, to, source, call):
         """`to` takes all that was stored in the parameter `source`."""
         for offset, register in self.slots.get(source, {}).items():
@@ -92,7 +103,9 @@ class _Inliner:
             yield _mov(target, register, register.type, call)
 
     def _jump(self, jump, suffix):
-        target = jump.operands[-1]
+        target = jump.operands[-1] if jump.operands else None
+        if not isinstance(target, Symbol):
+            raise UnsupportedPTX(f"{jump}: a jump without a label")
         renamed = replace(target, name=target.name + suffix)
         return replace(jump, operands=(*jump.operands[:-1], renamed))
 
@@ -100,6 +113,7 @@ class _Inliner:
         address = next((o for o in item.operands if isinstance(o, Address)), None)
         return (
             any(m.split("::")[0] == "param" for m in item.modifiers)
+            and address is not None
             and isinstance(address.base, Symbol)
             and address.base.name not in self.own
         )
@@ -107,19 +121,23 @@ class _Inliner:
     def _move(self, item):
         """`ld.param` and `st.param` of a function's parameter: moves of registers."""
         type_ = item.modifiers[-1]
+        others = {m.split("::")[0] for m in item.modifiers[:-1]} - {"param", "v2", "v4"}
+        if type_ not in SIZE or others or len(item.operands) != 2:
+            raise UnsupportedPTX(f"{item}: how a parameter is moved is not modelled")
         store = item.opcode == "st"
         address, value = item.operands if store else item.operands[::-1]
         values = value.parts if isinstance(value, Vector) else (value,)
         for k, register in enumerate(values):
             offset = address.offset + address.base.offset + k * SIZE[type_]
-            slot = self._slot(address.base.name, offset, f"b{8 * SIZE[type_]}", item)
+            slot = self._slot(address.base.name, offset, type_, item)
             pair = (slot, register) if store else (register, slot)
             yield _mov(*pair, type_, item)
 
     def _slot(self, name, offset, type_, where):
         slots = self.slots.setdefault(name, {})
-        register = slots.setdefault(offset, Register(f"{name}+{offset}", type_))
-        if SIZE[register.type] != SIZE[type_]:
+        width = f"b{8 * max(2, SIZE[type_])}"  # the narrowest register has 16 bits
+        register = slots.setdefault(offset, Register(f"{name}+{offset}", width))
+        if register.type != width:
             raise UnsupportedPTX(
                 f"{where}: a parameter read in another width than stored"
             )
@@ -127,7 +145,12 @@ class _Inliner:
 
 
 def _mov(to, value, type_, like):
-    return replace(like, opcode="mov", modifiers=(type_,), operands=(to, value))
+    """A move; of a byte, its extension by the sign or by zeros."""
+    opcode, modifiers = "mov", (type_,)
+    if SIZE[type_] == 1:
+        kind = "s" if type_[0] == "s" else "u"
+        opcode, modifiers = "cvt", (f"{kind}16", f"{kind}8")
+    return replace(like, opcode=opcode, modifiers=modifiers, operands=(to, value))
 
 
 def _jump_to(label, like):

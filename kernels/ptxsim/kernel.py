@@ -20,6 +20,10 @@ from kvq.kernels.ptxsim.types import NUMPY, SIZE
 MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SHARED_ALIGNMENT = 16
+SHARED_BYTES = 2**23  # of shared memory at once, about
+ACCESSES = ("ld", "st", "atom", "red")
+# Those that name no state space have a generic address.
+MAY_REACH_SHARED = {*ACCESSES, *(f"{name}.shared" for name in ACCESSES)}
 
 
 class Module:
@@ -158,7 +162,7 @@ class Launch:
         """Bytes that a race is told apart by: the smallest access of shared memory."""
         sizes = [4]
         for i in self.code.instructions:
-            if i.opcode in ("ld", "st", "atom", "red"):
+            if i.kind in MAY_REACH_SHARED:
                 sizes += [SIZE[m] for m in i.modifiers if m in NUMPY]
         return min(sizes)
 
@@ -175,7 +179,10 @@ class Launch:
     def run(self):
         per_block = -(-int(np.prod(self.block)) // WARP) * WARP
         blocks = int(np.prod(self.grid))
-        batch = max(1, LANES // per_block)
+        batch = LANES // per_block
+        if self.shared_size:
+            batch = min(batch, SHARED_BYTES // self.shared_size)
+        batch = max(1, batch)
         with np.errstate(all="ignore"):
             for first in range(0, blocks, batch):
                 Machine(self, first, min(batch, blocks - first)).run()

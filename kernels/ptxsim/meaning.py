@@ -101,11 +101,12 @@ class Form:
         return found
 
     def exact_or(self, *approximations):
-        """Take `.rn`; without it one of the approximations must be there, and stays:
-        the table of modifiers without effect says what it means here."""
-        if not self.flag("rn") and not set(approximations) & set(self.left):
-            names = ", ".join(("rn", *approximations))
-            raise self.unsupported(f"one of {names} is wanted")
+        """Take `.rn`, or leave one of the approximations where it is: the table of
+        modifiers without effect says what it means here."""
+        known = ("rn", *approximations)
+        if len(set(known) & set(self.left)) != 1:
+            raise self.unsupported(f"one of {', '.join(known)} is wanted")
+        self.flag("rn")
 
     def type(self, allowed):
         """Take the last modifier that is a type; it must be one of `allowed`."""

@@ -318,9 +318,9 @@ class _Body:
         raise PTXError(f"the body of {self.function.name} does not end")
 
     def _directive(self, line, statement):
-        name = re.match(r"\.(\w+)", statement)[1]
+        name = re.match(r"\.(\w*)", statement)[1]
         if name == "loc":
-            self._loc(statement)
+            self._loc(line, statement)
         elif name == "reg":
             self._registers(line, statement)
         elif name == "param":
@@ -334,9 +334,12 @@ class _Body:
         elif name not in ("pragma", "callprototype"):
             raise PTXError(f"line {line}: cannot read {_short(statement)!r}")
 
-    def _loc(self, statement):
+    def _loc(self, line, statement):
         """`.loc file line column [, function_name f, inlined_at file line column]`"""
-        file, row = map(int, statement.split()[1:3])
+        match = re.match(r"\.loc\s+(\d+)\s+(\d+)\s+\d+", statement)
+        if not match:
+            raise PTXError(f"line {line}: cannot read {_short(statement)!r}")
+        file, row = map(int, match.groups())
         self.place = (file, row)
         self.home = file if self.home is None else self.home
         at = re.search(r"inlined_at\s+(\d+)\s+(\d+)", statement)
@@ -364,13 +367,10 @@ class _Body:
                 self.scopes[-1][each] = Register(each, match[1])
 
     def _instruction(self, line, statement):
-        guard, rest = re.fullmatch(
-            r"(?:@(!?\s*[%$\w]+)\s+)?(.*)", statement, re.S
-        ).groups()
-        match = re.match(r"([a-z]\w*)((?:[.:]+\w+)*)\s*(.*)", rest, re.S)
+        match = _INSTRUCTION.fullmatch(statement)
         if not match:
             raise PTXError(f"line {line}: cannot read {_short(statement)!r}")
-        opcode, modifiers, operands = match.groups()
+        guard, opcode, modifiers, operands = match.groups()
         file, row = self.place or (None, 0)
         return Instruction(
             opcode,
@@ -385,17 +385,18 @@ class _Body:
 
     def _operand(self, line, text):
         text = text.strip()
-        if text[0] in "{(":
+        first = text[:1]
+        if first in ("{", "("):
             return Vector(tuple(self._operand(line, x) for x in _split(text[1:-1])))
-        if text[0] == "[":
+        if first == "[":
             return self._address(line, text)
         if "|" in text:
-            return Pair(*(self._operand(line, x) for x in text.split("|")))
-        if text[0] == "!":
+            return Pair(*(self._operand(line, x) for x in text.split("|", 1)))
+        if first == "!":
             return Not(self._operand(line, text[1:]))
         if text == "_":
             return Sink()
-        if (value := _literal(text)) is not None:
+        if first in "-.0123456789" and (value := _literal(text)) is not None:
             return Immediate(value)
         return self._name(line, text)
 
@@ -406,7 +407,7 @@ class _Body:
         match = re.fullmatch(r"([%$\w.]+?)\s*(?:\+\s*(-?\w+))?", text)
         if not match:
             raise PTXError(f"line {line}: cannot read the operand {text!r}")
-        name, offset = match[1], _literal(match[2] or "0")
+        name, offset = match[1], self._offset(line, match[2])
         if name[0] == "%" or name == "WARP_SZ":
             return Special(name)
         return Symbol(name, offset)
@@ -416,11 +417,26 @@ class _Body:
         if not match:
             raise PTXError(f"line {line}: cannot read the address {text!r}")
         base = self._operand(line, match[1])
-        return Address(base, _literal(match[2] or "0"))
+        return Address(base, self._offset(line, match[2]))
+
+    def _offset(self, line, text):
+        value = _literal(text or "0")
+        if not isinstance(value, int):
+            raise PTXError(f"line {line}: the offset {text!r} is not an integer")
+        return value
+
+
+_INSTRUCTION = re.compile(
+    r"(?:@(!?\s*[%$\w]+)\s+)?"  # the guard
+    r"([a-z]\w*)((?:[.:]+\w+)*)\s*(.*)",  # opcode, modifiers, operands
+    flags=re.S,
+)
 
 
 def _split(text):
     """The parts between commas that stand outside brackets."""
+    if not re.search(r"[{[(]", text):
+        return [part.strip() for part in text.split(",")] if text.strip() else []
     parts, depth, current = [], 0, ""
     for char in text:
         depth += (char in "{[(") - (char in "}])")
@@ -435,14 +451,16 @@ def _split(text):
 def _literal(text):
     """The value of a PTX number, or None when it is not one."""
     text = text.strip()
-    if match := re.fullmatch(r"(-?)0([fFdD])([0-9a-fA-F]+)", text):
-        width = np.uint32 if match[2] in "fF" else np.uint64
-        value = width(int(match[3], 16)).view(f"f{np.dtype(width).itemsize}")
+    if match := _FLOAT_BITS.fullmatch(text):
+        single, double = match[2], match[3]
+        bits = np.uint32(int(single, 16)) if single else np.uint64(int(double, 16))
+        value = bits.view(np.float32 if single else np.float64)
         return -value if match[1] else value
-    if re.fullmatch(r"-?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", text):
-        return np.float64(text)
-    if not re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", text):
-        return None
-    text = text.rstrip("U")
-    octal = re.fullmatch(r"-?0[0-7]+", text)
-    return int(text, 8) if octal else int(text, 0)
+    if match := _INTEGER.fullmatch(text):
+        return int(match[1], 8 if match[2] else 0)
+    return np.float64(text) if _DECIMAL.fullmatch(text) else None
+
+
+_FLOAT_BITS = re.compile(r"(-?)0(?:[fF]([0-9a-fA-F]{8})|[dD]([0-9a-fA-F]{16}))")
+_INTEGER = re.compile(r"(-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|(0[0-7]+)|0|[1-9]\d*))U?")
+_DECIMAL = re.compile(r"-?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?")

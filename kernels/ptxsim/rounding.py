@@ -5,6 +5,8 @@ carries the exact product of two float32, and what the float64 sum drops decides
 last rounding.
 """
 
+from fractions import Fraction
+
 import numpy as np
 
 f16, f32, f64 = np.float16, np.float32, np.float64
@@ -37,14 +39,15 @@ def narrow(values, type_):
 def to_odd(values):
     """float64 -> float32 such that a second rounding gives what one would give.
 
-    Bits that are dropped leave a one in the last place ("round to odd").
+    An inexact number goes to the neighbour that has a one in its last place.
     """
     if values.dtype == f32:
         return values
-    low = u64(2**29 - 1)
-    bits = values.view(u64)
-    sticky = bits | ((bits & low) + low)
-    return (sticky & ~low).view(f64).astype(f32)
+    near = values.astype(f32)
+    gap = values - near.astype(f64)
+    even = (near.view(u32) & u32(1)) == 0
+    beside = np.nextafter(near, np.copysign(f32(np.inf), gap.astype(f32)))
+    return np.where(even & ((gap < 0) | (gap > 0)), beside, near)
 
 
 def on_halves(function, type_):
@@ -77,16 +80,27 @@ def spread(value, n):
 # ---- sums and products rounded once
 
 
-def rounded_sum(p, z, dtype, mode="rn"):
-    """p + z for float64 p, z, rounded once to `dtype` (float32 or float16).
+# The bits of a float64 that a narrower type has no room for.
+SPARE = {"f32": 29, "bf16": 45}
 
-    mode: rn to nearest even, rz toward zero, rm down, rp up. Exact but for subnormal
-    float32 results, which may be rounded twice.
+
+def sum_to_round(p, z, type_):
+    """p + z as a float64 that rounds to nearest in `type_` as the exact sum does.
+
+    The float64 sum s does, unless it lies halfway between two results: then what s lost
+    decides, and s moves that way. Exact but where the result is subnormal.
     """
     s = p + z
-    if mode == "rn":
-        return _nearest(p, z, s, dtype)
-    return directed(s, _dropped(p, z, s), dtype, mode)
+    if np.ndim(s) == 0:
+        return sum_to_round(*(np.atleast_1d(f64(v)) for v in (p, z)), type_)[0]
+    spare = SPARE[type_]
+    halfway = (s.view(u64) & u64(2**spare - 1)) == u64(2 ** (spare - 1))
+    if halfway.any():
+        i = halfway.nonzero()[0]
+        p, z = (v[i] if np.ndim(v) else v for v in (p, z))
+        e = _dropped(p, z, s[i])
+        s[i] = np.where(e != 0, _beside(s[i], e), s[i])
+    return s
 
 
 def _dropped(p, z, s):
@@ -95,28 +109,22 @@ def _dropped(p, z, s):
     return (p - (s - back)) + (z - back)
 
 
-def _nearest(p, z, s, dtype):
-    """s is right unless it lies halfway between two results: what it lost decides."""
-    if np.ndim(s) == 0:
-        return _nearest(*(np.atleast_1d(v) for v in (p, z, s)), dtype)[0]
-    result = s.astype(dtype)
-    low, half = _SPARE[dtype]
-    halfway = (s.view(u64) & low) == half
-    if halfway.any():
-        i = halfway.nonzero()[0]
-        p, z, s = (v[i] if np.ndim(v) else v for v in (p, z, s))
-        e = _dropped(p, z, s)
-        if e.any():
-            beside = np.nextafter(s, np.copysign(np.inf, e))
-            result[i] = np.where(e != 0, beside, s).astype(dtype)
-    return result
+def _beside(s, e):
+    """The float64 next to s in the direction of e."""
+    return np.nextafter(s, np.copysign(np.inf, e))
 
 
-# The bits of a float64 that a narrower type has no room for: all, and the first.
-_SPARE = {
-    f32: (u64(2**29 - 1), u64(2**28)),
-    f16: (u64(2**42 - 1), u64(2**41)),
-}
+def rounded_sum(p, z, mode):
+    """p + z for float64 p, z, rounded once to float32.
+
+    mode: rn to nearest even, rz toward zero, rm down, rp up.
+    """
+    if mode == "rn":
+        return sum_to_round(p, z, "f32").astype(f32)
+    s = p + z
+    if mode == "rm":  # downward, a sum of opposites is -0
+        s = np.where((s == 0) & (np.signbit(p) | np.signbit(z)), f64(-0.0), s)
+    return directed(s, _dropped(p, z, s), f32, mode)
 
 
 def directed(s, e, dtype, mode):
@@ -135,18 +143,51 @@ def directed(s, e, dtype, mode):
 
 def fma_f32(x, y, z, mode="rn"):
     """x * y + z, rounded once."""
-    return rounded_sum(x.astype(f64) * y, z.astype(f64), f32, mode)
+    return rounded_sum(x.astype(f64) * y, z.astype(f64), mode)
 
 
 def fma_f64(x, y, z):
-    """x * y + z with the product's rounding error put back (Dekker's product)."""
+    """x * y + z, rounded once (Boldo and Melquiond 2008, "Emulation of FMA").
+
+    The product is p + e exactly, the sum of all three s + (t + d) exactly; the small
+    sum is rounded to odd, so that the last rounding is right.
+    """
     p = x * y
+    e = _product_error(x, y, p)
+    t = z + e
+    s = p + t
+    small = _odd_sum(_dropped(p, t, s), _dropped(z, e, t))
+    zero = (x == 0) | (y == 0)
+    result = np.where(zero | (e == 0), p + z, s + small)
+    risky = ~zero & ((np.abs(p) < 2.0**-960) | ~np.isfinite(result))
+    return _with_exact(result, risky, x, y, z) if np.any(risky) else result
+
+
+def _with_exact(result, where, x, y, z):
+    """`result`, with exact fractions `where` a part may under- or overflow."""
+    where, x, y, z = np.broadcast_arrays(where, x, y, z)
+    result = np.array(np.broadcast_to(result, where.shape))
+    for i in np.ndindex(where.shape):
+        if where[i]:
+            result[i] = _exact_fma(*(float(v[i]) for v in (x, y, z)))
+    return result
+
+
+def _exact_fma(x, y, z):
+    if not np.isfinite([x, y, z]).all():
+        return x * y + z
+    total = Fraction(x) * Fraction(y) + Fraction(z)
+    try:
+        return float(total)
+    except OverflowError:
+        return np.inf if total > 0 else -np.inf
+
+
+def _product_error(x, y, p):
+    """x * y - p exactly, by factors of 26 bits (Dekker)."""
     x1, y1 = _head(x), _head(y)
     x2, y2 = x - x1, y - y1
-    error = x2 * y2 - (((p - x1 * y1) - x2 * y1) - x1 * y2)
-    s = p + z
-    result = s + (_dropped(p, z, s) + error)
-    return np.where(np.isfinite(result), result, s)
+    return x2 * y2 - (((p - x1 * y1) - x2 * y1) - x1 * y2)
 
 
 def _head(x):
@@ -155,7 +196,15 @@ def _head(x):
     return c - (c - x)
 
 
+def _odd_sum(p, z):
+    """p + z rounded to odd: an inexact sum gets a one in its last place."""
+    s = p + z
+    e = _dropped(p, z, s)
+    even = (np.asarray(s).view(u64) & u64(1)) == 0
+    return np.where((e != 0) & even, _beside(s, e), s)
+
+
 def saturate(x):
-    """x clamped to [0, 1]; NaN becomes 0."""
+    """x clamped to [+0, 1]; NaN becomes +0."""
     zero, one = x.dtype.type(0), x.dtype.type(1)
-    return np.where(np.isnan(x), zero, np.clip(x, zero, one))
+    return np.where(x > 0, np.minimum(x, one), zero)

@@ -92,11 +92,12 @@ def _end(block, labels, targets):
     if last.opcode in ("ret", "exit"):
         form.finish()
         return End("exit")
-    return End("barrier", _barrier(form))
+    _check_barrier(form)
+    return End("barrier")
 
 
-def _barrier(form):
-    """The number of a `bar.sync`, which all threads of the block must reach."""
+def _check_barrier(form):
+    """Only `bar.sync` of the whole block is known."""
     form.flag("cta")
     form.choice("sync")
     form.flag("aligned")
@@ -104,7 +105,6 @@ def _barrier(form):
     operands = form.sources
     if len(operands) > 1 or (operands and not isinstance(operands[0], Immediate)):
         raise form.unsupported("a barrier for a part of the block")
-    return operands[0].value if operands else 0
 
 
 def _read_elsewhere(blocks, meanings):
@@ -209,6 +209,8 @@ class _Writer:
         if not isinstance(operand, Address):
             raise UnsupportedPTX(f"{instruction}: an address is wanted")
         base, offset = operand.base, operand.offset
+        if not isinstance(base, Symbol | Immediate | Register):
+            raise UnsupportedPTX(f"{instruction}: an address in {base}")
         if isinstance(base, Symbol):
             return self._symbol(Symbol(base.name, base.offset + offset))
         if isinstance(base, Immediate):

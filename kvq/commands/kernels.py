@@ -17,8 +17,8 @@ TYPES = {
 ARGUMENT = re.compile(r"(?P<name>\w+):(?P<type>\w+)(\[(?P<size>\d+)\])?=(?P<value>.+)")
 SYNTAX = "NAME:TYPE[SIZE]=random|arange|NUMBER|FILE.npy, or NAME:TYPE=NUMBER"
 REPORT_NOTES = (
-    "registers: of a thread. shared: bytes of a block. 16 B: loads of 16 bytes. loop: "
-    "instructions of the longest loop.",
+    "registers: of a thread. shared: bytes of a block. 16 B: loads of 16 bytes. mma: "
+    "tensor-core instructions. loop: instructions of the longest loop.",
     "instr/byte: machine instructions of a lane for each byte that must move; an "
     "estimate from the PTX executed.",
     "sectors, wavefronts: counted in the simulator, over the ideal.",
@@ -98,7 +98,7 @@ def report(options):
         print_json(found)
         return
     titles = [
-        *("kernel", "arch", "registers", "spills", "shared", "16 B", "loop"),
+        *("kernel", "arch", "registers", "spills", "shared", "16 B", "mma", "loop"),
         *("instr/byte", "sectors", "wavefronts"),
     ]
     print(*table([titles, *map(_report_cells, found)]), sep="\n")
@@ -106,7 +106,7 @@ def report(options):
 
 
 def _report_cells(row):
-    fields = ("arch", "registers", "spills", "shared_bytes", "wide_loads")
+    fields = ("arch", "registers", "spills", "shared_bytes", "wide_loads", "matrix")
     return [
         row["kernel"],
         *(str(row[field]) for field in (*fields, "loop_instructions")),

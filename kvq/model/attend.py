@@ -20,24 +20,26 @@ import numpy as np
 def attend(cache, q, k, v, scale, window=None):
     """Append k and v, then attend with q, as if the tokens had come one by one.
 
-    cache : a `KVCache` of one sequence, with values of its own (not a latent cache).
+    cache : a `KVCache` of one sequence, with values of its own (not a latent cache). It
+        may slide by the same `window`: what it gives up is not seen.
     q : (H_q, t, D), k : (H_kv, t, D), v : (H_kv, t, D_v), the new tokens.
     window : a sliding window W: query i sees the tokens i - W + 1 .. i; None: 0 .. i.
     Returns float32 (H_q, t, D_v). Arithmetic is float32 (`KVCache.attend` is the
     reference, in float64, for queries that all see the cache as it is now).
     """
-    before = len(cache)
+    before = tokens_seen(cache)
     fresh_k, fresh_v = _with_window(cache, k, v)
     start = before + k.shape[-2] - fresh_k.shape[-2]  # position of fresh_k[:, 0]
     cache.append(k, v)
     ((stored_k, stored_v),) = cache.tiles(tile=None)
-    T = len(cache)
-    i = np.arange(before, T)  # positions of the queries
+    T = tokens_seen(cache)
+    i = np.arange(before, T)  # positions of the queries, and of what is stored:
+    j = np.arange(T - len(cache), T)  # (sinks before a gap are not seen, wherever)
     end = np.maximum(_ends(cache.policy, before, T), start)
     # Stored by now, but in full precision when query i came: late, full[i].
-    late = slice(end[0], end[-1])
-    full = np.arange(end[0], end[-1]) >= end[:, None]
-    full &= _seen(i, T, window)[:, late]
+    seen = _seen(i, j, window)
+    late = slice(*np.searchsorted(j, (end[0], end[-1])))
+    full = seen[:, late] & (j[late] >= end[:, None])
     fresh = slice(end[0] - start, end[-1] - start)
 
     Q = _by_kv_head(q.astype(np.float32) * np.float32(scale), len(k))
@@ -45,12 +47,17 @@ def attend(cache, q, k, v, scale, window=None):
     if full.any():
         S_fresh = _product(Q, fresh_k[:, fresh].swapaxes(-1, -2))
         np.copyto(S[..., late], S_fresh, where=full)
-    P = softmax(S, _seen(i, T, window))
+    P = softmax(S, seen)
     out = _product(P, stored_v)
     if full.any():
         lost = fresh_v[:, fresh] - stored_v[:, late]
         out += _product(P[..., late] * full, lost)
     return out.reshape(len(q), len(i), -1)
+
+
+def tokens_seen(cache):
+    """Tokens that have come: those stored, and those a sliding cache has given up."""
+    return len(cache) + (cache.rows[0][0].dropped if cache.rows else 0)
 
 
 @lru_cache(maxsize=1024)
@@ -80,11 +87,10 @@ def _product(a, b):
     return (a.reshape(H_kv, g * t, n) @ b).reshape(H_kv, g, t, -1)
 
 
-def _seen(i, T, window):
-    """bool (t, T): query at position i sees token j <= i, and j > i - window."""
-    j = np.arange(T)
-    seen = j <= i[:, None]
-    return seen if window is None else seen & (j > i[:, None] - window)
+def _seen(i, j, window):
+    """bool (t, T): the query at position i sees token j <= i, and j > i - window."""
+    i = i[:, None]
+    return j <= i if window is None else (j <= i) & (j > i - window)
 
 
 def softmax(S, seen):

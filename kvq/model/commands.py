@@ -1,28 +1,17 @@
-"""The commands `kvq model`, `kvq capture` and `kvq eval`."""
+"""The commands `kvq model`, `kvq capture`, `kvq eval` and `kvq search`."""
 
-from pathlib import Path
+from kvq.model import search_command
+from kvq.model.common import add_protocol, add_text, read_tokens
 
 DEFAULT_POLICIES = "fp16 int8-token int4-token-g64 kivi-4 kivi-2"
 
 
 def add_commands(commands):
-    """Add the three commands to argparse's subparsers."""
+    """Add the four commands to argparse's subparsers."""
     _add_model(commands)
     _add_capture(commands)
     _add_eval(commands)
-
-
-def _add_text(p):
-    p.add_argument("--text", metavar="FILE", help="UTF-8 text (default: bundled ids)")
-    p.add_argument("--tokens", metavar="FILE", help="a .npy file of token ids")
-
-
-def _tokens(options, path):
-    from kvq.model.texts import tokens_for
-
-    if options.text and options.tokens:
-        raise ValueError("--text and --tokens exclude each other")
-    return tokens_for(path, options.text, options.tokens)
+    search_command.add(commands)
 
 
 # --- kvq model ------------------------------------------------------------------------
@@ -77,7 +66,7 @@ def _add_capture(commands):
     p.add_argument(
         "--queries", type=int, default=64, help="of the newest tokens (default: 64)"
     )
-    _add_text(p)
+    add_text(p)
     p.add_argument(
         "--out", required=True, metavar="FILE", help="a .npz or .safetensors file"
     )
@@ -95,7 +84,7 @@ def run_capture(options):
     path = weights.find(options.model)
     file = open_gguf(path)
     bos = bos_token(file)
-    tokens = [*([] if bos is None else [bos]), *_tokens(options, file)]
+    tokens = [*([] if bos is None else [bos]), *read_tokens(options, file)]
     if not 1 <= options.length <= len(tokens):
         raise ValueError(f"--length {options.length}; valid: 1..{len(tokens)}")
     tokens = tokens[: options.length]
@@ -115,51 +104,43 @@ def _add_eval(commands):
         nargs="+",
         default=DEFAULT_POLICIES.split(),
         metavar="P",
-        help="presets, or KEYS/VALUES:residual=R:sinks=S such as int4-token-g64/fp16 "
+        help="presets; KEYS/VALUES:residual=R:sinks=S such as int4-token-g64/fp16; "
+        "layers set apart, kivi-2,layers=0-1:int8-token; or a .json file of kvq search "
         f"(default: {DEFAULT_POLICIES})",
     )
-    _add_text(p)
-    p.add_argument("--window", type=int, default=1024, help="tokens (default: 1024)")
-    p.add_argument(
-        "--start", type=int, default=256, help="first scored position (default: 256)"
-    )
-    p.add_argument("--windows", type=int, default=3, help="how many (default: 3)")
-    p.add_argument("--jobs", type=int, default=1, help="processes; -1: one per core")
-    p.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="a CSV file; run again to go on where a run stopped",
-    )
-    p.add_argument("--quiet", action="store_true", help="no progress bar")
-    p.add_argument("--json", action="store_true", help="print JSON")
+    add_text(p)
+    add_protocol(p, window=1024, start=256, windows=3)
     p.set_defaults(run=run_eval)
 
 
 def run_eval(options):
     """Measure, print the table; with --out keep it."""
     from kvq.commands.common import print_json, table
+    from kvq.layers import LayerPolicies, parse_layers
     from kvq.model import weights
-    from kvq.model.evaluate import Protocol, evaluate, parse_policy
+    from kvq.model.decoder import read_config
+    from kvq.model.evaluate import Protocol, evaluate
     from kvq.model.gguf_file import open_gguf
     from kvq.model.tokenizer import bos_token
 
     protocol = Protocol(options.window, options.start, options.windows)
-    for name in options.policies:  # a wrong name is an error before any work
-        parse_policy(name)
+    policies = {p.name: p for p in map(parse_layers, options.policies)}
     path = weights.find(options.model)
     file = open_gguf(path)
+    for p in policies.values():
+        if isinstance(p, LayerPolicies):
+            p.all(read_config(file).layers)  # a wrong layer is an error before any work
     rows = evaluate(
         path,
-        _tokens(options, file),
-        options.policies,
+        read_tokens(options, file),
+        policies,
         protocol,
         bos=bos_token(file),
         out=options.out,
         jobs=options.jobs,
         progress=not options.quiet,
     )
-    rows = [row for row in rows if row["policy"] in options.policies]
+    rows = [row for row in rows if row["policy"] in policies]
     if options.json:
         print_json(rows)
         return

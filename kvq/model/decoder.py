@@ -18,12 +18,14 @@ import numpy as np
 
 from kvq.cache import KVCache
 from kvq.dtypes import cast
-from kvq.model.attend import attend
+from kvq.layers import LayerPolicies
+from kvq.model.attend import attend, tokens_seen
 from kvq.model.gguf_file import open_gguf
+from kvq.scheme import policy as find_policy
 from kvq.transforms import rope
 
 ARCHITECTURES = ("llama", "gemma3")
-CHUNK = 256  # tokens that run through the layers together
+CHUNK = 256  # tokens that run through a layer together
 
 
 # --- the equations --------------------------------------------------------------------
@@ -201,16 +203,31 @@ class Decoder:
     head: np.ndarray
 
     def caches(self, policy):
-        """An empty KVCache per layer. policy : one for all layers, or one for each.
+        """An empty KVCache per layer.
 
-        A sliding layer's cache keeps what its queries no longer see: its bytes are
-        those of a full layer.
+        policy : a Policy or a preset's name for all layers, a list of one for each,
+            or `kvq.layers.LayerPolicies`.
+        A sliding layer's cache gives up the blocks that no later query sees. (Where a
+        policy's residual window is no smaller than the layer's, it keeps all tokens.)
+        Raises ValueError for what does not fit the number of layers.
         """
         L = self.config.layers
-        policies = list(policy) if isinstance(policy, list | tuple) else [policy] * L
+        if isinstance(policy, LayerPolicies):
+            policies = policy.all(L)
+        elif isinstance(policy, list | tuple):
+            policies = list(policy)
+        else:
+            policies = [policy] * L
         if len(policies) != L:
             raise ValueError(f"{len(policies)} policies; valid: one, or {L} (layers)")
-        return [KVCache(p) for p in policies]
+        return [
+            self._cache(find_policy(p), W)
+            for p, W in zip(policies, self.config.windows, strict=True)
+        ]
+
+    def _cache(self, policy, window):
+        slides = window is not None and window > policy.residual
+        return KVCache(policy, sliding_window=window if slides else None)
 
     def forward(self, tokens, caches, kv_dtype="float32", record=None):
         """Run tokens through the model, after those that the caches hold.
@@ -219,14 +236,15 @@ class Decoder:
         kv_dtype : what keys and values are rounded to before they enter the cache;
             an inference engine hands over float16 or bfloat16.
         record : called as record(layer, heads) with each layer's `Heads`, once per
-            chunk of tokens.
+            CHUNK of tokens.
         Returns the normalized hidden states, float32 (t, width).
         Raises ValueError for ids outside the vocabulary or too many tokens.
         """
-        tokens = self._check_tokens(tokens, len(caches[0]))
-        chunks = [tokens[n : n + CHUNK] for n in range(0, len(tokens), CHUNK)]
-        states = [self._chunk(c, caches, kv_dtype, record) for c in chunks]
-        return np.concatenate(states)
+        tokens = self._check_tokens(tokens, tokens_seen(caches[0]))
+        x = self.embed(tokens)
+        for i, cache in enumerate(caches):
+            x = self.layer(i, x, cache, kv_dtype, record)
+        return self.last_norm(x)
 
     def _check_tokens(self, tokens, before):
         tokens, c = np.asarray(tokens), self.config
@@ -243,18 +261,17 @@ class Decoder:
             )
         return tokens
 
-    def _chunk(self, tokens, caches, kv_dtype, record):
-        c = self.config
-        positions = len(caches[0]) + np.arange(len(tokens))
+    def embed(self, tokens):
+        """The rows of E; Gemma multiplies them by sqrt(width)."""
         x = self.embedding[tokens]
-        if c.gemma:
-            x = x * np.float32(math.sqrt(c.width))
-        for i, cache in enumerate(caches):
-            heads = self.heads(i, x, positions)
-            if record is not None:
-                record(i, heads)
-            x = self._layer(i, x, heads, cache, kv_dtype)
-        return rms_norm(x, self.norm, c.eps)
+        return x * np.float32(math.sqrt(self.config.width)) if self.config.gemma else x
+
+    def layer(self, i, x, cache, kv_dtype="float32", record=None):
+        """x (t, width) after layer i, whose cache grows by these t tokens."""
+        chunks = [x[n : n + CHUNK] for n in range(0, len(x), CHUNK)]
+        return np.concatenate(
+            [self._layer(i, c, cache, kv_dtype, record) for c in chunks]
+        )
 
     def heads(self, i, x, positions):
         """Layer i's queries, keys and values of x (t, width)."""
@@ -271,9 +288,12 @@ class Decoder:
         ]
         return Heads(*rotated, v, k)
 
-    def _layer(self, i, x, heads, cache, kv_dtype):
+    def _layer(self, i, x, cache, kv_dtype, record):
         """x + attention, then + feed_forward; Gemma norms both before adding them."""
         c, w = self.config, self.layers[i]
+        heads = self.heads(i, x, tokens_seen(cache) + np.arange(len(x)))
+        if record is not None:
+            record(i, heads)
         k, v = (cast(a, kv_dtype) for a in (heads.k, heads.v))
         a = attend(cache, heads.q, k, v, c.head_dim**-0.5, c.windows[i])
         x = x + self._after(linear(merge_heads(a), w["attn_output"]), i, "attention")
@@ -283,6 +303,10 @@ class Decoder:
             gelu if c.gemma else silu,
         )
         return x + self._after(f, i, "ffw")
+
+    def last_norm(self, x):
+        """The hidden states that `logits` takes, of the last layer's x (t, width)."""
+        return rms_norm(x, self.norm, self.config.eps)
 
     def _after(self, y, i, part):
         w = self.layers[i].get(f"post_{part}_norm")

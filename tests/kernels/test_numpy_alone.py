@@ -21,13 +21,16 @@ ALLOWED = {"numpy", "ml_dtypes", "kvq", "kernels", "agree", "plain"}
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in ALLOWED and top not in sys.stdlib_module_names:
+        ours = top in ALLOWED or top in sys.stdlib_module_names or top.startswith("_")
+        if not ours:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 sys.meta_path.insert(0, Refuse())
 """
 RUN = """
+from dataclasses import replace
+
 import numpy as np
 from agree import check_decode, check_dequant, check_pack, filled, queries
 from plain import uneven
@@ -51,10 +54,9 @@ for case in cases():
     elif case.op == "dequant":
         check_dequant(run, quantize(x, case.scheme))
     else:
-        dtype = np.dtype(case.dtype)
-        cache = filled(case.policy, (1, case.H_kv, 101, case.D), dtype=dtype)
-        q = queries(1, case.H_kv * case.ratio, case.D, dtype=dtype)
-        check_decode(run, q, cache)
+        policy, dtype = replace(case.policy, residual=20), np.dtype(case.dtype)
+        cache = filled(policy, (1, 1, 75, case.D), dtype=dtype)
+        check_decode(run, queries(1, case.ratio, case.D, dtype=dtype), cache)
     runs += 1
 print(runs)
 """

@@ -94,6 +94,13 @@ def test_count_takes_whole_parts_of_an_opcode():
     assert static.count(code, "BAR", "LDGDEPBAR") == 2
 
 
+def test_wide_loads_and_matrix_instructions_of_every_form():
+    wide = ("LDG.E.128", "LDG.E.128.CONSTANT", "LDGSTS.E.BYPASS.LTC128B.128")
+    code = (*wide, "LDG.E.LTC128B", "LDS.128", "STG.E.128", "HMMA.16816.F32", "IMMA")
+    found = static.Facts(1, 0, 0, code, (), ())
+    assert (found.wide_loads, found.matrix) == (3, 2)
+
+
 def test_a_missing_tool_is_named(monkeypatch):
     monkeypatch.setattr(static, "tool", lambda name: None)
     assert static.unavailable() == "needs nvidia-cuda-cuobjdump"

@@ -8,7 +8,7 @@ from plain import uneven
 
 from kvq.attention import attention
 from kvq.cache import KVCache
-from kvq.model.attend import attend
+from kvq.model.attend import attend, tokens_seen
 from kvq.scheme import PRESETS, Policy, Scheme
 
 T, SCALE = 75, 16**-0.5
@@ -69,6 +69,25 @@ def test_a_sliding_window_hides_what_is_older(name, window):
     expected, _ = one_by_one(POLICIES[name], window)
     out, _ = in_chunks(POLICIES[name], [20, 55], window)
     assert np.abs(out - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [14, 30])
+@pytest.mark.parametrize("sizes", [[75], [1] * 75, [1, 30, 2, 41, 1], [64, 11]])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_cache_that_slides_answers_as_one_that_keeps_all(name, sizes, window):
+    policy = POLICIES[name]
+    if policy.residual >= window:
+        policy = replace(policy, residual=0)
+    expected, _ = one_by_one(policy, window)
+    cache, out, start = KVCache(policy, sliding_window=window), [], 0
+    for n in sizes:
+        part = slice(start, start + n)
+        out.append(attend(cache, Q[:, part], K[:, part], V[:, part], SCALE, window))
+        start += n
+        assert tokens_seen(cache) == start
+    assert np.abs(np.concatenate(out, axis=-2) - expected).max() < TOLERANCE
+    if sizes == [1] * 75 and policy.sinks < 75:
+        assert len(cache) < policy.sinks + window + policy.block
 
 
 def test_a_sliding_window_of_one_sees_only_itself():

@@ -5,6 +5,7 @@ import pytest
 import tiny_model
 from tiny_model import GEMMA, LLAMA, gguf, random_weights, write
 
+from kvq.layers import parse_layers, parse_policy
 from kvq.model import decoder, load
 
 TOKENS = np.random.default_rng(7).integers(0, 37, 23)
@@ -45,7 +46,41 @@ def test_token_by_token_gives_the_same(pair):
     caches = model.caches("fp32")
     steps = [model.logits(model.forward([t], caches)) for t in TOKENS]
     assert close(np.concatenate(steps), expected)
-    assert [len(cache) for cache in caches] == [len(TOKENS)] * model.config.layers
+    held = [W or len(TOKENS) for W in model.config.windows]
+    assert [len(cache) for cache in caches] == held
+
+
+@pytest.mark.parametrize(
+    "policy", ["fp32", "int8-token", "kivi-2:residual=3", "kivi-2:residual=2:sinks=3"]
+)
+@pytest.mark.parametrize("sizes", [[80], [1] * 80, [3, 40, 1, 36]])
+def test_what_a_sliding_layer_gives_up_was_not_seen(tmp_path, policy, sizes):
+    policy = parse_policy(policy)
+    model = load(write(tmp_path / "m.gguf", GEMMA, random_weights(GEMMA)))
+    tokens = np.random.default_rng(3).integers(0, 37, 80)
+    kept = [decoder.KVCache(policy) for _ in range(7)]
+    whole, caches, out, start = model.forward(tokens, kept), model.caches(policy), [], 0
+    for n in sizes:
+        out.append(model.forward(tokens[start : start + n], caches))
+        start += n
+    held = [len(cache) for cache in caches]
+    assert held[5] == 80  # the layer that sees everything
+    if len(sizes) > 1:
+        last = sizes[-1] + GEMMA["window"] + policy.block + policy.sinks
+        assert max(held[:5] + held[6:]) < last
+        assert sum(c.nbytes for c in caches) < sum(c.nbytes for c in kept)
+    difference = np.abs(np.concatenate(out) - whole)
+    assert np.median(difference) <= 1e-4 * np.abs(whole).max()
+
+
+def test_a_window_as_long_as_the_layers_own_keeps_all_tokens(tmp_path):
+    model = load(write(tmp_path / "m.gguf", GEMMA, random_weights(GEMMA)))
+    caches = model.caches("kivi-2")  # 128 tokens in full precision, layers of 5
+    assert {cache.sliding_window for cache in caches} == {None}
+    assert model.caches("fp16")[0].sliding_window == 5
+    for residual, slides in ((4, True), (5, False)):
+        policy = parse_policy(f"kivi-2:residual={residual}")
+        assert (model.caches(policy)[0].sliding_window == 5) == slides
 
 
 def test_a_wrong_model_would_be_noticed(pair):
@@ -94,6 +129,10 @@ def test_each_layer_may_have_its_own_policy(pair):
     assert caches[0].nbytes < caches[1].nbytes / 3
     with pytest.raises(ValueError, match=f"{L + 1} policies; valid: one, or {L}"):
         model.caches(["fp32"] * (L + 1))
+    by_layer = model.caches(parse_layers("fp16,layers=1:kivi-4"))
+    assert [c.policy.name for c in by_layer] == ["fp16", "kivi-4"] + ["fp16"] * (L - 2)
+    with pytest.raises(ValueError, match=rf"layer {L} in .*; valid: 0\.\.{L - 1}"):
+        model.caches(parse_layers(f"fp16,layers={L}:kivi-4"))
 
 
 def test_keys_and_values_are_rounded_to_the_dtype_they_enter_with(pair):

@@ -5,6 +5,7 @@ import pytest
 import tiny_model
 from tiny_model import GEMMA, LLAMA, random_weights, write
 
+from kvq.layers import parse_policy
 from kvq.model import load
 from kvq.model.evaluate import (
     Protocol,
@@ -12,7 +13,6 @@ from kvq.model.evaluate import (
     evaluate,
     hidden_states,
     log_softmax,
-    parse_policy,
     summary,
 )
 from kvq.scheme import PRESETS
@@ -74,6 +74,9 @@ def test_keys_values_windows_and_layers_are_set_apart(path):
     (row,) = evaluate(path, TOKENS, {"first layer": layers}, PROTOCOL)
     assert row["policy"] == "first layer"
     assert 1e-6 < row["kl"] < both
+    by_text = evaluate(path, TOKENS, ["fp16,layers=0:int2-token-g32"], PROTOCOL)[0]
+    assert by_text["policy"] == "fp16,layers=0:int2-token-g32"
+    assert by_text["kl"] == row["kl"]
 
 
 def test_token_by_token_is_the_same_measurement(path):
@@ -155,34 +158,13 @@ def test_processes_give_the_same_table(path):
     assert evaluate(path, TOKENS, ["int4-channel-g32"], PROTOCOL, jobs=2) == one
 
 
-def test_gemma_can_be_measured(tmp_path):
+def test_gemma_can_be_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvq.model.decoder.CHUNK", 8)  # so that layers slide
     path = write(tmp_path / "g.gguf", GEMMA, random_weights(GEMMA))
     rows = evaluate(path, TOKENS, ["int8-token", "kivi-2:residual=0"], PROTOCOL)
     assert rows[0]["kl"] < rows[1]["kl"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("int5", "unknown policy 'int5'"),
-        ("fp16/int5", "unknown policy 'int5'"),
-        ("kivi-2:window=3", "'window=3' in 'kivi-2:window=3'; valid: residual=128"),
-        ("kivi-2:sinks=-1", "'sinks=-1'"),
-        ("kivi-2:residual", "'residual'"),
-        ("", "unknown policy ''"),
-    ],
-)
-def test_a_policy_that_cannot_be_read(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_policy(text)
-
-
-def test_a_policy_is_read():
-    p = parse_policy("int4-token-g64/kivi-2:residual=32:sinks=4")
-    assert (p.key, p.value) == (PRESETS["int4-token-g64"].key, PRESETS["kivi-2"].value)
-    assert (p.residual, p.sinks) == (32, 4)
-    assert p.name == "int4-token-g64/kivi-2:residual=32:sinks=4"
-    assert parse_policy("kivi-2") == PRESETS["kivi-2"]
+    # Per stored number, though most layers hold a few of 39 tokens: 8 + 16 / 10 bits.
+    assert rows[0]["bits_per_element"] == pytest.approx(9.6)
 
 
 @pytest.mark.parametrize(

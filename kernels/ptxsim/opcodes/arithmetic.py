@@ -7,11 +7,13 @@ import numpy as np
 
 from kvq.kernels.ptxsim.meaning import Meaning, opcode
 from kvq.kernels.ptxsim.rounding import (
+    directed,
     fma_f32,
     fma_f64,
     on_halves,
     rounded_sum,
     saturate,
+    sum_to_round,
 )
 from kvq.kernels.ptxsim.types import FLOATS, HALVES, INTEGERS, NUMPY, SIGNED, SIZE
 
@@ -24,12 +26,15 @@ def same(function, type_, sources):
     return Meaning(function, (type_,), (type_,) * sources)
 
 
-def _saturating(form, function):
+def _saturating(form, function, type_):
+    """`.sat`, which float64 does not have, clamps the result to [0, 1]."""
+    if type_ == "f64":
+        return function
     return (lambda *x: saturate(function(*x))) if form.flag("sat") else function
 
 
 def _on_halves(form, function, type_):
-    return on_halves(_saturating(form, function), type_)
+    return on_halves(_saturating(form, function, type_), type_)
 
 
 # ---- add, sub, mul
@@ -46,8 +51,8 @@ def add(form):
         mode = _rounding(form, type_)
         if mode != "rn":
             sign = f64(1 if form.opcode == "add" else -1)
-            function = lambda x, y: rounded_sum(x.astype(f64), sign * y, f32, mode)  # noqa: E731
-        return same(_saturating(form, function), type_, 2)
+            function = lambda x, y: rounded_sum(x.astype(f64), sign * y, mode)  # noqa: E731
+        return same(_saturating(form, function, type_), type_, 2)
     if type_ == "s32" and form.flag("sat"):
         exact = function
         function = lambda x, y: _clamp_s32(exact(x.astype(i64), y))  # noqa: E731
@@ -74,8 +79,8 @@ def mul(form):
         mode = _rounding(form, type_)
         function = operator.mul
         if mode != "rn":
-            function = lambda x, y: fma_f32(x, y, f32(-0.0), mode)  # noqa: E731
-        return same(_saturating(form, function), type_, 2)
+            function = lambda x, y: directed(x.astype(f64) * y, f64(0), f32, mode)  # noqa: E731
+        return same(_saturating(form, function, type_), type_, 2)
     result, function = _product(form, type_)
     return Meaning(function, (result,), (type_, type_))
 
@@ -140,7 +145,7 @@ def _low24(x):
 
 @opcode("mad")
 def mad(form):
-    if form.instruction.modifiers[-1] in FLOATS:
+    if form.left and form.left[-1] in FLOATS:
         return fma(form)
     type_ = form.type(INTEGERS)
     result, product = _product(form, type_)
@@ -156,20 +161,22 @@ def fma(form):
     if type_ == "f64":
         return same(fma_f64, type_, 3)
     function = lambda x, y, z: fma_f32(x, y, z, mode)  # noqa: E731
-    return same(_saturating(form, function), type_, 3)
+    return same(_saturating(form, function, type_), type_, 3)
 
 
 def _fma_halves(form, type_):
-    """The product of two halves is exact in float64, and f16's already in float32."""
     form.choice("rn")
+    kind = type_.removesuffix("x2")
     relu = form.flag("relu")
 
     def function(x, y, z):
-        if type_[0] == "f":
-            result = rounded_sum((x * y).astype(f64), z, np.float16)
+        if kind == "f16":
+            # The product is exact in float32. What the sum loses in float64 is too
+            # small to matter, or belongs to a result that is infinite in f16.
+            result = (x * y).astype(f64) + z
         else:
-            result = x.astype(f64) * y + z
-        return np.where(result <= 0, result.dtype.type(0), result) if relu else result
+            result = sum_to_round(x.astype(f64) * y, z, kind)
+        return np.where(result <= 0, f64(0), result) if relu else result
 
     return same(_on_halves(form, function, type_), type_, 3)
 
@@ -210,7 +217,7 @@ def sad(form):
 def div(form):
     type_ = form.type(INTEGERS + FLOATS)
     if type_ in FLOATS:
-        form.exact_or("approx", "full")
+        form.exact_or(*(("approx", "full") if type_ == "f32" else ()))
         return same(operator.truediv, type_, 2)
     return same(quotient, type_, 2)
 
@@ -307,24 +314,25 @@ def _inverse_root(x):
     return x.dtype.type(1) / np.sqrt(x)
 
 
+# opcode -> (function, types that `.rn` takes, types that `.approx` takes)
 FUNCTIONS = {
-    "rcp": _reciprocal,
-    "sqrt": np.sqrt,
-    "rsqrt": _inverse_root,
-    "ex2": np.exp2,
-    "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
-    "tanh": np.tanh,
+    "rcp": (_reciprocal, FLOATS, ("f32",)),
+    "sqrt": (np.sqrt, FLOATS, ("f32",)),
+    "rsqrt": (_inverse_root, (), FLOATS),
+    "ex2": (np.exp2, (), ("f32", *HALVES)),
+    "tanh": (np.tanh, (), ("f32", *HALVES)),
+    "lg2": (np.log2, (), ("f32",)),
+    "sin": (np.sin, (), ("f32",)),
+    "cos": (np.cos, (), ("f32",)),
 }
 
 
 @opcode(*FUNCTIONS)
 def unary(form):
     """`.rn` is exact for rcp and sqrt; approximations are NumPy's float32 functions."""
-    type_ = form.type(FLOATS + HALVES)
+    function, exact, approximate = FUNCTIONS[form.opcode]
+    type_ = form.type(exact if "rn" in form.left else approximate)
     form.exact_or("approx")
-    function = FUNCTIONS[form.opcode]
     if type_ in HALVES:
         return same(on_halves(function, type_), type_, 1)
     return same(function, type_, 1)

@@ -84,54 +84,56 @@ def _high(x):
     return (x >> np.uint32(16)).astype(np.uint16)
 
 
+def _outcomes(form, type_):
+    """A function of x, y that lists the outcomes: one, or of a pair one per half."""
+    compare = _comparison(form, type_)
+    if type_ in HALVES:
+        compare = _halves_widened(compare, type_.removesuffix("x2"))
+    if "x2" in type_:
+        return lambda x, y: [compare(_low(x), _low(y)), compare(_high(x), _high(y))]
+    return lambda x, y: [compare(x, y)]
+
+
+def _combination(form):
+    """How `.and`, `.or`, `.xor` combine an outcome with the operand c; and c's type."""
+    combine = next((COMBINE[n] for n in COMBINE if form.flag(n)), None)
+    if combine is None:
+        return (lambda outcome: outcome), ()
+    return combine, ("pred",)
+
+
 @opcode("setp")
 def setp(form):
     """p, q = (x ? y) and/or/xor c, not (x ? y) and/or/xor c; of pairs: one per half."""
     type_ = form.type(EVERYTHING)
-    combine = next((COMBINE[n] for n in COMBINE if form.flag(n)), None)
-    compare = _comparison(form, type_)
-    pairs = type_ in ("f16x2", "bf16x2")
-    if type_ in HALVES:
-        compare = _halves_widened(compare, type_.removesuffix("x2"))
+    combine, more = _combination(form)
+    outcomes = _outcomes(form, type_)
+    wanted = len(form.destinations)
 
     def function(x, y, *c):
-        if pairs:
-            p, q = compare(_low(x), _low(y)), compare(_high(x), _high(y))
-        else:
-            p = compare(x, y)
-            q = ~p if wanted == 2 else p
-        return (combine(p, *c), combine(q, *c)) if combine else (p, q)
+        p, *q = outcomes(x, y)
+        if wanted == 1:
+            return combine(p, *c)
+        return combine(p, *c), combine(q[0] if q else ~p, *c)
 
-    wanted = len(form.destinations)
-    one = function if wanted == 2 else lambda *x: function(*x)[0]
-    sources = (type_, type_) + ("pred",) * (combine is not None)
-    return Meaning(one, ("pred",) * wanted, sources)
+    return Meaning(function, ("pred",) * wanted, (type_, type_, *more))
 
 
 @opcode("set")
 def set_(form):
     """A comparison as a number: all ones (integers) or 1.0 where it holds, else 0."""
     type_ = form.type(EVERYTHING)
-    result = form.type(("u32", "s32", "f32", *HALVES))
-    combine = next((COMBINE[n] for n in COMBINE if form.flag(n)), None)
-    compare = _comparison(form, type_)
-    if type_ in HALVES:
-        compare = _halves_widened(compare, type_.removesuffix("x2"))
-    if ("x2" in result) != ("x2" in type_) and "x2" in result:
-        raise form.unsupported(f"a pair .{result} of single .{type_}")
-    true = _true(result, type_)
+    floats = (type_,) if type_ in HALVES else ("f32", "f16", "bf16")
+    result = form.type(("u32", "s32", *floats))
+    combine, more = _combination(form)
+    outcomes, true = _outcomes(form, type_), _true(result, type_)
 
     def function(x, y, *c):
-        if "x2" not in type_:
-            holds = compare(x, y)
-            return _number(combine(holds, *c) if combine else holds, true, result)
-        halves = [compare(_low(x), _low(y)), compare(_high(x), _high(y))]
-        halves = [combine(h, *c) if combine else h for h in halves]
-        low, high = (np.where(h, np.uint32(true), np.uint32(0)) for h in halves)
-        return (low | (high << np.uint32(16))).view(NUMPY[result])
+        numbers = [np.where(combine(o, *c), true, 0) for o in outcomes(x, y)]
+        low, high = numbers if len(numbers) == 2 else (numbers[0], np.int64(0))
+        return (low | (high << 16)).astype(bits_of(result)).view(NUMPY[result])
 
-    sources = (type_, type_) + ("pred",) * (combine is not None)
-    return Meaning(function, (result,), sources)
+    return Meaning(function, (result,), (type_, type_, *more))
 
 
 def _true(result, type_):
@@ -142,15 +144,10 @@ def _true(result, type_):
     return 0xFFFF if "x2" in type_ else 0xFFFFFFFF
 
 
-def _number(holds, true, result):
-    dtype = bits_of(result)
-    return np.where(holds, dtype(true), dtype(0)).view(NUMPY[result])
-
-
 @opcode("selp")
 def selp(form):
     """c ? a : b"""
-    type_ = form.type(BITS + INTEGERS + FLOATS + ("f16", "bf16", "f16x2", "bf16x2"))
+    type_ = form.type(BITS + INTEGERS + FLOATS)
     function = lambda a, b, c: np.where(c, a, b)  # noqa: E731
     return Meaning(function, (type_,), (type_, type_, "pred"))
 
@@ -174,7 +171,7 @@ def testp(form):
         "infinite": np.isinf,
         "number": lambda x: ~np.isnan(x),
         "notanumber": np.isnan,
-        "normal": lambda x: np.isfinite(x) & (np.abs(x) >= tiny),
+        "normal": lambda x: np.isfinite(x) & ~subnormal(x),  # so is zero
         "subnormal": subnormal,
     }
     return Meaning(tests[form.choice(*tests)], ("pred",), (type_,))

@@ -61,16 +61,27 @@ def _between_integers(form, result):
 
 def _from_integer(form, source, result):
     mode = form.choice(*NEAREST_OR_DIRECTED)
-    clamp = saturate if form.flag("sat") else lambda x: x
+    clamp = saturate if result != "bf16" and form.flag("sat") else lambda x: x
     if mode != "rn" and SIZE[source] == 8:
         raise form.unsupported(f"rounding .{mode} of a 64-bit integer")
     if result in SMALL:
-        # A 64-bit integer that float64 cannot hold is far beyond f16 as well.
-        return lambda x: _round_to_bits(clamp(x.astype(f64)), result, mode)
+        return lambda x: _round_to_bits(clamp(_wide(x)), result, mode)
     dtype = NUMPY[result]
     if mode == "rn":
         return lambda x: clamp(x.astype(dtype))
     return lambda x: clamp(directed(x.astype(f64), f64(0), dtype, mode))
+
+
+def _wide(x):
+    """An integer as float64. One that has too many bits is rounded to odd, so that a
+    second rounding gives what one would give."""
+    if x.dtype.itemsize < 8:
+        return x.astype(f64)
+    word = x.dtype.type
+    low = word(2**11 - 1)
+    sticky = ((x & low) != 0).astype(x.dtype) << word(11)
+    small = (x < word(2**53)) & ((x > word(-(2**53))) if word is i64 else True)
+    return np.where(small, x, (x & ~low) | sticky).astype(f64)
 
 
 def _to_integer(form, source, result):
@@ -96,9 +107,9 @@ def _to_integer(form, source, result):
 
 def _integer_pack(form):
     """a and b, clamped to 8 or 16 bits, side by side; two bytes push c up by 16."""
-    third = form.instruction.modifiers[-1] == "b32" and form.type(("b32",))
+    third = bool(form.left) and form.left[-1] == "b32" and form.type(("b32",))
     form.type(("s32",))
-    result = form.type(("u16", "s16", "u8", "s8"))
+    result = form.type(BYTES if third else ("u16", "s16"))
     form.choice("sat")
     low, high = np.iinfo(NUMPY[result]).min, np.iinfo(NUMPY[result]).max
     bits = 8 * SIZE[result]
@@ -118,14 +129,15 @@ def _integer_pack(form):
 
 def _between_floats(form, source, result):
     """To a whole number, to fewer bits, or to more bits (exact)."""
-    whole = next((TO_INTEGER[n] for n in TO_INTEGER if form.flag(n)), None)
+    whole = relu = None
+    if source == result:
+        whole = next((TO_INTEGER[n] for n in TO_INTEGER if form.flag(n)), None)
+    if source == "f32" and result in SMALL:
+        relu = form.flag("relu")
     narrows = SIZE[result] < SIZE[source] or {source, result} == set(SMALL)
-    if narrows and result in SMALL and form.flag("rna"):
-        raise form.unsupported("rounding .rna")
-    mode = form.choice(*NEAREST_OR_DIRECTED) if narrows and not whole else "rn"
-    relu, sat = form.flag("relu"), form.flag("sat")
-    if result == "bf16" and mode not in ("rn", "rz"):
-        raise form.unsupported(f"rounding .{mode} to bf16")
+    known = ("rn", "rz") if relu else NEAREST_OR_DIRECTED
+    mode = form.choice(*known) if narrows else "rn"
+    sat = not relu and "bf16" not in (source, result) and form.flag("sat")
 
     def function(x):
         x = whole(x) if whole else x
@@ -151,8 +163,15 @@ def _round_to_bits(x, result, mode):
         return narrow(x, result)
     if result == "f16":
         return directed(x.astype(f64), f64(0), f16, mode).view(u16)
-    cut = x.astype(f32).view(u32) >> u32(16)
-    return np.where(np.isnan(x), u16(0x7FFF), cut.astype(u16))
+    return _directed_bf16(x.astype(f64), mode)
+
+
+def _directed_bf16(x, mode):
+    """Cut off the bits that bf16 has no room for; away from 0 is the next number."""
+    cut = directed(x, f64(0), f32, "rz").view(u32) >> u32(16)
+    inexact = (cut << u32(16)).view(f32).astype(f64) != x
+    away = inexact & ((x < 0) if mode == "rm" else (x > 0)) & (mode != "rz")
+    return np.where(np.isnan(x), u16(0x7FFF), (cut + away).astype(u16))
 
 
 def _pair(form, result, source):

@@ -86,7 +86,7 @@ def extract_field(form):
         start, length = start & u32(255), length & u32(255)
         bits = x.view(f"u{x.dtype.itemsize}")
         mask = low_bits(length, bits.dtype)
-        field = shifted_right(bits, start) & mask
+        field = shifted_right(x, start).view(bits.dtype) & mask
         if type_[0] == "s":
             top = np.minimum(start + length - u32(1), u32(8 * SIZE[type_] - 1))
             negative = (shifted_right(bits, top) & bits.dtype.type(1)) != 0

@@ -63,43 +63,38 @@ def mma(form):
     """D = A B + C: A is 16 x k, B k x 8, C and D 16 x 8."""
     for name in ("sync", "aligned", "row", "col"):
         form.choice(name)
-    c_type = form.type(("f32", "f16", "s32"))
-    b_type = form.type(("f16", "bf16", "s8", "u8"))
-    a_type = form.type(("f16", "bf16", "s8", "u8"))
-    d_type = form.type(("f32", "f16", "s32"))
+    d_type, a_type, b_type = _types(form)
     integers = a_type in INTEGER
     shapes = ("m16n8k16", "m16n8k32") if integers else ("m16n8k8", "m16n8k16")
-    shape = form.choice(*shapes)
-    _check_types(form, d_type, a_type, b_type, c_type)
+    k = int(form.choice(*shapes).removeprefix("m16n8k"))
     saturating = integers and form.flag("satfinite")
-    k = int(shape.split("k")[1])
-    registers_a = k // 4 if integers is False else k // 8
-    registers_b = registers_a // 2
-    wide = 2 if d_type == "f16" else 4
+    per_register = 4 if integers else 2
+    n_a = 16 * k // 32 // per_register  # registers of A, then of B, then of C
+    n_b = n_a // 2
     form.spread()
 
     def function(machine, site, *operands):
         machine.whole_warps(site)
         words = [machine.by_warp(x) for x in operands]
-        a = matrix_a(words[:registers_a], k, a_type)
-        b = matrix_b(words[registers_a : registers_a + registers_b], k, b_type)
-        c = matrix_c(words[registers_a + registers_b :], c_type)
-        d = _product(a, b, c, saturating)
+        a, b = matrix_a(words[:n_a], k, a_type), matrix_b(words[n_a:][:n_b], k, b_type)
+        d = _product(a, b, matrix_c(words[n_a + n_b :], d_type), saturating)
         return tuple(machine.from_warps(x) for x in registers_d(d, d_type))
 
-    result = {"f32": "f32", "s32": "s32", "f16": "b32"}
-    sources = ("b32",) * (registers_a + registers_b)
-    sources += (result[c_type],) * (2 if c_type == "f16" else 4)
-    return Meaning(function, (result[d_type],) * wide, sources, on_machine=True)
+    accumulators = ("b32",) * 2 if d_type == "f16" else (d_type,) * 4
+    sources = ("b32",) * (n_a + n_b) + accumulators
+    return Meaning(function, accumulators, sources, on_machine=True)
 
 
-def _check_types(form, d, a, b, c):
-    integers = a in INTEGER
-    fits = (
-        b in INTEGER and c == d == "s32" if integers else a == b and "s32" not in (c, d)
-    )
-    if not fits or (a == "bf16" and "f16" in (c, d)):
+def _types(form):
+    """(type of D and C, of A, of B), where they go together."""
+    c = form.type(("f32", "f16", "s32"))
+    b = form.type(("f16", "bf16", *INTEGER))
+    a = form.type(("f16", "bf16", *INTEGER))
+    d = form.type(("f32", "f16", "s32"))
+    fits = b in INTEGER and d == "s32" if a in INTEGER else a == b and d != "s32"
+    if not fits or c != d or (a == "bf16" and d == "f16"):
         raise form.unsupported(f"the types .{d}.{a}.{b}.{c} together")
+    return d, a, b
 
 
 def _product(a, b, c, saturating):

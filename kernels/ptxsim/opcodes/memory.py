@@ -19,7 +19,8 @@ from kvq.kernels.ptxsim.types import (
 )
 
 SPACES = ("global", "shared", "local", "const", "param")
-VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+ACCESSED = ("b8", "u8", "s8", *BITS, *INTEGERS, *FLOATS)
+WIDEST = 16  # bytes of a vector access
 
 
 # ---- mov
@@ -28,7 +29,7 @@ VECTORS = {"v2": 2, "v4": 4, "v8": 8}
 @opcode("mov")
 def mov(form):
     """A copy; or a vector packed into, or unpacked from, one register."""
-    type_ = form.type(tuple(NUMPY))
+    type_ = form.type(("pred", *BITS, *INTEGERS, *FLOATS))
     into = len(form.destinations)
     parts = form.spread()[0]
     if into > 1:
@@ -76,8 +77,13 @@ def _space(form, *allowed):
     return None
 
 
-def _access_type(form):
-    return form.type((*NUMPY,))
+def _accessed(form):
+    """(type, number of neighbouring elements) of a load or a store."""
+    type_ = form.type(ACCESSED)
+    count = next((n for n in (2, 4) if form.flag(f"v{n}")), 1)
+    if count * SIZE[type_] > WIDEST:
+        raise form.unsupported(f"an access of more than {WIDEST} bytes")
+    return type_, count
 
 
 def _drop_policy(form):
@@ -89,8 +95,7 @@ def _drop_policy(form):
 @opcode("ld")
 def ld(form):
     _drop_policy(form)
-    type_ = _access_type(form)
-    count = next((n for v, n in VECTORS.items() if form.flag(v)), 1)
+    type_, count = _accessed(form)
     space = _space(form, *SPACES)
     results = (type_,) * count
     if space == "param":
@@ -123,8 +128,7 @@ def _parameter(form, type_, results):
 @opcode("st")
 def st(form):
     _drop_policy(form)
-    type_ = _access_type(form)
-    count = next((n for v, n in VECTORS.items() if form.flag(v)), 1)
+    type_, count = _accessed(form)
     space = _space(form, "global", "shared", "local")
     form.spread()
     dtype = NUMPY[type_]
@@ -146,18 +150,25 @@ def _decrement(old, limit):
     return limit if old == 0 or old > limit else old - old.dtype.type(1)
 
 
+def _swap_if_equal(old, wanted, new):
+    return new if old == wanted else old
+
+
+WORDS = ("u32", "s32", "u64", "s64")
+# name -> (function of the old value and the operands, types)
 ATOMICS = {
-    "add": operator.add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "exch": lambda old, new: new,
-    "cas": lambda old, wanted, new: new if old == wanted else old,
-    "inc": _increment,
-    "dec": _decrement,
+    "add": (operator.add, ("u32", "s32", "u64", *FLOATS, *HALVES)),
+    "min": (np.minimum, WORDS),
+    "max": (np.maximum, WORDS),
+    "and": (operator.and_, ("b32", "b64")),
+    "or": (operator.or_, ("b32", "b64")),
+    "xor": (operator.xor, ("b32", "b64")),
+    "inc": (_increment, ("u32",)),
+    "dec": (_decrement, ("u32",)),
+    "exch": (lambda old, new: new, ("b32", "b64")),
+    "cas": (_swap_if_equal, ("b16", "b32", "b64")),
 }
+WITH_RESULT = ("exch", "cas")  # `red` has no use for them
 AT_ONCE = {"add": np.add, "min": np.minimum, "max": np.maximum}
 AT_ONCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
@@ -166,13 +177,13 @@ AT_ONCE |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 def atom(form):
     """Lanes take turns in the order of their numbers."""
     _drop_policy(form)
-    type_ = form.type(INTEGERS + BITS + FLOATS + HALVES)
-    name = form.choice(*ATOMICS)
-    if type_ in FLOATS + HALVES and name not in ("add", "exch"):
-        raise form.unsupported(f".{name} of .{type_}")
+    known = [n for n in ATOMICS if form.opcode == "atom" or n not in WITH_RESULT]
+    name = form.choice(*known)
+    step, types = ATOMICS[name]
+    type_ = form.type(types)
     space = _space(form, "global", "shared")
     wants_old = form.opcode == "atom" and not isinstance(form.destinations[0], Sink)
-    step, at_once = ATOMICS[name], AT_ONCE.get(name)
+    at_once = AT_ONCE.get(name)
     if type_ in HALVES and name == "add":
         step, at_once = on_halves(operator.add, type_), None
 
@@ -228,20 +239,19 @@ def cvta(form):
     """To and from generic addresses, where shared and local memory are windows."""
     to = form.flag("to")
     space = _space(form, "global", "shared", "local", "const", "param")
-    type_ = form.type(("u64", "u32"))
+    type_ = form.type(("u64",))
     if space is None:
         raise form.unsupported("a state space is wanted")
-    window = memory.WINDOWS.get(space, 0)
-    if window == 0 or type_ == "u32":
-        return Meaning(lambda x: x, (type_,), (type_,))
-    base = np.uint64(window)
+    base = np.uint64(memory.WINDOWS.get(space, 0))
     function = (lambda x: x - base) if to else (lambda x: x + base)
     return Meaning(function, (type_,), (type_,))
 
 
 @opcode("isspacep")
 def isspacep(form):
-    space = _space(form, "global", "shared", "local", "const")
+    space = _space(form, "global", "shared", "local")
+    if space is None:
+        raise form.unsupported("one of global, shared, local is wanted")
 
     def function(address):
         return memory.space_of(address.astype(np.int64)) == memory.NUMBER[space]

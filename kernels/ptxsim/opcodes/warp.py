@@ -91,7 +91,7 @@ def match(form):
     mode = form.choice("any", "all")
     form.choice("sync")
     type_ = form.type(("b32", "b64"))
-    want_p = len(form.destinations) > 1
+    want_p = mode == "all" and len(form.destinations) > 1
 
     def function(machine, site, value, mask):
         machine.members(site, mask)
@@ -138,7 +138,7 @@ def _neutral(name, dtype):
     return dtype.type(value)
 
 
-@opcode("bar", "barrier")
+@opcode("bar")
 def bar_warp_sync(form):
     """bar.warp.sync: lanes of a warp run in step here, so it only checks the mask."""
     form.choice("warp")

@@ -423,7 +423,7 @@ def test_a_tensor_core_product_of_matrices_in_shared_memory():
         "mad.lo.u32 %w, %l, 32, %w; add.u32 %w, %w, %shared; add.u32 %w, %w, 512;"
         "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r4, %r5}, [%w];"
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%c0, %c1, %c2, %c3},"
-        "{%r0, %r1, %r2, %r3}, {%r4, %r5}, {0f3F800000, 0f0, 0f0, 0f0};"
+        "{%r0, %r1, %r2, %r3}, {%r4, %r5}, {1.0, 0.0, 0.0, 0.0};"
     )
     both = np.concatenate([a.reshape(-1), b.reshape(-1)])
     out = {f"c{k}": np.float32 for k in range(4)}

@@ -76,7 +76,7 @@ def test_comments_keep_the_line_numbers():
         ("ld.param.u32 %d, [%a];", "a parameter read through a register"),
         ("call outside, (%a);", "a function that is not in the text"),
         ("mov.u32 %d, nowhere;", "nowhere is not in the text"),
-        ("atom.global.max.f32 %d, [%a], 1;", r"\.max of \.f32"),
+        ("atom.global.max.f32 %d, [%a], 1;", r"type \.f32, where \.u32"),
         ("cp.async.bulk.shared.global [%a], [%a], 16;", "is not modelled"),
     ],
 )
@@ -236,6 +236,22 @@ def test_calls_are_inlined_each_with_its_own_labels():
     kernel_of(body, SQUARE, ".param .u64 out").launch(1, 6, (out,))
     odd_squared = [i * i if i % 2 else i for i in range(6)]
     assert out.tolist() == [x * x if i else x for i, x in enumerate(odd_squared)]
+
+
+def test_parameters_of_one_byte_keep_or_extend_their_sign():
+    function = (
+        ".func (.param .b32 r) both(.param .b8 x) { .reg .b32 %s, %u;"
+        "ld.param.s8 %s, [x]; ld.param.u8 %u, [x]; mad.lo.s32 %s, %u, 1000, %s;"
+        "st.param.b32 [r], %s; ret; }"
+    )
+    body = (
+        ".reg .b32 %d; .reg .b16 %b; .reg .b64 %o; ld.param.u64 %o, [out];"
+        "mov.u16 %b, 0x1f0; { .param .b8 p; .param .b32 q; st.param.b8 [p], %b;"
+        "call (q), both, (p); ld.param.b32 %d, [q]; } st.global.u32 [%o], %d; ret;"
+    )
+    out = np.zeros(1, np.int32)
+    kernel_of(body, function, ".param .u64 out").launch(1, 1, (out,))
+    assert out[0] == 240 * 1000 - 16
 
 
 def test_recursion_raises():

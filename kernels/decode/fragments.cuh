@@ -1,0 +1,172 @@
+// Tensor-core attention over pages: what v4 and v5 share.
+//
+// One instruction of a warp, mma.m16n8k16, is C (16 x 8) += A (16 x 16) B (16 x 8): A and B
+// in binary16, C in float32. Each lane holds a part of each matrix, its fragment. With
+// g = lane / 4, t = lane % 4:
+//
+//     A   rows g, g + 8    columns 2t, 2t + 1, 2t + 8, 2t + 9      four registers
+//     B   rows 2t, 2t + 1, 2t + 8, 2t + 9             column g     two registers
+//     C   rows g, g + 8    columns 2t, 2t + 1                      four registers
+//
+// The cache is A, whatever is small is B:
+//
+//     S^T = K q^T      16 tokens x 8 heads, a sum over channels
+//     O^T = V^T P^T    16 channels x 8 heads, a sum over tokens
+//
+// So the 8 columns are query heads, and none of the 16 rows is wasted on them. A page
+// (`pages.py`) stores codes in the order of A: 16 bytes of a lane are whole fragments.
+//
+// Constants: HEAD_DIM (64, 128 or 256); RATIO = H_q / H_kv; WARPS of a block; KEY_BITS (8,
+// 4 or 2), KEY_GROUP, KEY_PER_CHANNEL, KEY_ASYMMETRIC; VALUE_BITS, VALUE_GROUP,
+// VALUE_ASYMMETRIC; SOFTCAP, 0 or 1; X, the type of q. Scales are binary16.
+#pragma once
+#include "kvq.cuh"
+
+constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+constexpr int BLOCKS = HEAD_DIM / 16;  // of 16 channels
+constexpr int STEP = 64;               // tokens that a warp takes at a time
+constexpr int PAGE = KEY_PER_CHANNEL && KEY_GROUP > STEP ? KEY_GROUP : STEP;  // tokens
+// Query heads in tiles of 8. Two tiles use the same A; at 256 channels they do not fit.
+constexpr int TILES = RATIO > 8 && HEAD_DIM <= 128 ? 2 : 1;
+constexpr int HEADS = 8 * TILES;  // of a block
+constexpr int CHUNKS = divide_up(RATIO, HEADS);
+#define NOTHING __uint_as_float(0xff800000)  // -inf, the maximum of no scores
+
+// --- instructions ----------------------------------------------------------------------
+__device__ inline void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The transpose of an 8 x 8 matrix whose row g lies in the lanes 4g .. 4g + 3.
+__device__ inline u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+__device__ inline float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two binary16 numbers in a register: x y, x y + z.
+__device__ inline u32 multiply(u32 x, u32 y) {
+    u32 out;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+
+__device__ inline u32 multiply_add(u32 x, u32 y, u32 z) {
+    u32 out;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(x), "r"(y), "r"(z));
+    return out;
+}
+
+// x & mask | magic, in one instruction.
+__device__ inline u32 select(u32 x, u32 mask, u32 magic) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(magic));
+    return out;
+}
+
+__device__ inline u32 pair(float low, float high) {
+    __half2 x = __floats2half2_rn(low, high);
+    return reinterpret_cast<u32&>(x);
+}
+__device__ inline u32 both(float x) { return pair(x, x); }
+__device__ inline __half2 halves(u32 x) { return reinterpret_cast<__half2&>(x); }
+
+__device__ inline u32 word(const uint4& x, int i) {
+    return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// --- codes to numbers ------------------------------------------------------------------
+//     level = (magic | code << position) * factor + constant,   exactly
+//
+// Or-ing a code into the mantissa of a power of two makes a binary16 number without a
+// conversion: 1024 + code from the bits 0x6400, 1 + code / 4 from 0x3c00. One fused
+// multiply-add for two numbers leaves the level.
+__device__ inline u32 level(u32 magic, float factor, float constant) {
+    return multiply_add(magic, both(factor), both(constant));
+}
+
+// 2 bits: register r of a fragment stands at one of 4 places of a 16-bit half, of the word
+// or of the word with its bytes swapped. Or-ed into 1, place k makes 1 + code / 4^k.
+template <class Side>
+__device__ inline int place(int d, int r) {
+    return 1 + d % 2 * 2 + (Side::values ? r % 2 : r / 2);
+}
+constexpr float fourth_power(int k) { return 1 << (2 * k); }  // 4^k
+
+// Fragment j of those that 16 bytes hold: levels, or for 2 bits 1 + code / 4^k.
+template <class Side>
+__device__ inline void fragment(const uint4& unit, int j, u32 (&a)[4]) {
+    constexpr int bits = Side::bits, offset = Side::offset;
+    if constexpr (bits == 16) {
+        for (int r = 0; r < 4; ++r) a[r] = word(unit, r);
+    } else if constexpr (bits == 8) {
+        for (int r = 0; r < 4; ++r) {  // two bytes, each below a byte 0x64
+            u32 w = __byte_perm(word(unit, 2 * j + r / 2), 0x64646464,
+                                r % 2 ? 0x4342 : 0x4140);
+            a[r] = level(w, 1, -1024 - offset);
+        }
+    } else if constexpr (bits == 4) {
+        u32 low = word(unit, j), high = low >> 8;  // a0 a1 | a2 a3 of both halves
+        for (int r = 0; r < 4; ++r) {
+            u32 w = select(r < 2 ? low : high, r % 2 ? 0x00f000f0 : 0x000f000f, 0x64006400);
+            a[r] = r % 2 ? level(w, 1 / 16.0f, -64 - offset) : level(w, 1, -1024 - offset);
+        }
+    } else {
+        u32 w = word(unit, j / 2), swapped = __byte_perm(w, 0, 0x2301);
+        for (int r = 0; r < 4; ++r) {
+            int k = place<Side>(j, r), other = Side::values ? r / 2 : r % 2;
+            a[r] = select(other ? swapped : w, 0x0c000c00 >> (2 * k), 0x3c003c00);
+        }
+    }
+}
+
+// --- one side of a page ----------------------------------------------------------------
+template <int bits_, int group_, bool per_channel_, bool asymmetric_, bool values_>
+struct Side {
+    static constexpr int bits = bits_, group = group_;
+    static constexpr bool coded = bits < 16, per_channel = per_channel_,
+                          asymmetric = asymmetric_, values = values_;
+    // For 2 bits, a multiply-add for each pair is too much: a byte holds 4 codes. So they
+    // enter the products as 1 + code / 4^k; 4^k goes into q or out of o, the 1 into a sum.
+    static constexpr bool lifted = bits == 2;
+    static constexpr int offset = !coded || asymmetric ? 0 : 1 << (bits - 1);
+    static constexpr int columns = coded && !per_channel ? HEAD_DIM / group : 1;
+    static constexpr int fragments = 16 / bits;  // in 16 bytes of a lane
+    // Sizes in units of 16 bytes: codes and scales of a step, but the scales of keys per
+    // channel are those of a page.
+    static constexpr int step = 32 * (STEP / 16) * BLOCKS / fragments;
+    static constexpr int numbers =
+        !coded ? 0 : per_channel ? PAGE / group * HEAD_DIM / 8 : STEP * columns / 8;
+    static constexpr int zeros = asymmetric ? numbers : 0;
+};
+
+typedef Side<KEY_BITS, KEY_GROUP, KEY_PER_CHANNEL, KEY_ASYMMETRIC, false> Keys;
+typedef Side<VALUE_BITS, VALUE_GROUP, false, VALUE_ASYMMETRIC, true> Values;
+typedef Side<16, HEAD_DIM, false, false, false> Exact;  // numbers as they are
+
+// Warps of a multiprocessor, which has 65536 registers: 16 with 128 registers a thread, 12
+// with 168 where more sums are kept, 8 with 255 where O alone takes 64 or more.
+constexpr int RESIDENT = TILES * HEAD_DIM > 128                  ? 8
+                         : Values::lifted || !Keys::per_channel ? 12
+                                                                : 16;
+
+// A page: scale and zero of the keys; then for each 64 tokens the codes of the keys and of
+// the values, and scale and zero of the values.
+template <class K, class V>
+struct Record {
+    static constexpr int key_zero = K::numbers, steps = key_zero + K::zeros;
+    static constexpr int values = K::step, value_scale = values + V::step;
+    static constexpr int value_zero = value_scale + V::numbers;
+    static constexpr int step = value_zero + V::zeros;
+    static constexpr int size = steps + (K::coded ? PAGE / STEP : 1) * step;
+};
