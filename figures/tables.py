@@ -68,7 +68,7 @@ def _cells(row):
     return [change, f"{row['kl']:.4f}"]
 
 
-TABLES = {"quality": quality, "quality_hf": hugging_face}
+TABLES = {"quality": quality, "llama.cpp": llama_cpp, "quality_hf": hugging_face}
 
 
 def with_table(text, name, table):

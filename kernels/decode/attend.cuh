@@ -22,12 +22,11 @@ struct Query {
     float c, inverse_cap, headroom;        // see `read_query`
 };
 
-// The state of the tokens seen. o is as C: rows are channels. A lane has the part of l that
-// its own tokens gave.
+// The state of the tokens seen, as C: rows of o are channels, those of l all the same.
 struct State {
     float o[TILES][BLOCKS][4];
     float zero[TILES][ZEROS][4], lifted[TILES][VALUE_GROUPS][4];  // see `add_values`
-    float m[TILES][2], l[TILES][2];
+    float m[TILES][2], l[TILES][4];
 };
 
 __device__ inline State nothing_seen() {
@@ -176,23 +175,24 @@ __device__ inline void rescale(State& s, const float (&top)[TILES][2], const Que
             float m = fmaxf(s.m[i][h], top[i][h] * query.c - query.headroom);
             float shrink = power_of_two(s.m[i][h] - m);
             s.m[i][h] = m;
-            s.l[i][h] *= shrink;
+            s.l[i][h] *= shrink, s.l[i][h + 2] *= shrink;
             for (auto& o : s.o[i]) o[h] *= shrink, o[h + 2] *= shrink;
             for (auto& x : s.zero[i]) x[h] *= shrink, x[h + 2] *= shrink;
             for (auto& x : s.lifted[i]) x[h] *= shrink, x[h + 2] *= shrink;
         }
 }
 
-// p_t = 2^(c S_t - m) of 16 tokens, turned from C (rows are tokens) into B.
-__device__ inline void probabilities(const float (&S)[4], float c, const float (&m)[2],
-                                     float (&l)[2], u32 (&p)[2]) {
+//     p_t = 2^(c S_t - m)     l += sum_t p_t
+//
+// Of 16 tokens, turned from C (rows are tokens) into B. l is the sum of p as o gets it,
+// rounded: what a rounding adds to p it adds to both.
+__device__ inline void probabilities(const float (&S)[4], const Query& query,
+                                     const float (&m)[2], float (&l)[4], u32 (&p)[2]) {
     float x[4];
-    for (int r = 0; r < 4; ++r) {
-        x[r] = power_of_two(fmaf(S[r], c, -m[r % 2]));
-        l[r % 2] += x[r];
-    }
+    for (int r = 0; r < 4; ++r) x[r] = power_of_two(fmaf(S[r], query.c, -m[r % 2]));
     p[0] = transposed(pair(x[0], x[1]));
     p[1] = transposed(pair(x[2], x[3]));
+    mma(l, query.ones, p);
 }
 
 // --- O^T += V^T P^T --------------------------------------------------------------------
@@ -213,7 +213,7 @@ __device__ inline void add_values(const uint4* page, int step, const Query& quer
     for (int b = 0; b < 4; ++b) {  // 16 tokens
         u32 p[TILES][2], scaled[TILES][2];
         for (int i = 0; i < TILES; ++i)
-            probabilities(S[i][b], query.c, s.m[i], s.l[i], p[i]);
+            probabilities(S[i][b], query, s.m[i], s.l[i], p[i]);
 #pragma unroll
         for (int d = 0; d < BLOCKS; ++d) {  // 16 channels
             int f = b * BLOCKS + d, j = d * 16 / V::group;
@@ -328,8 +328,10 @@ __device__ inline Query read_query(const X* q, int heads, const float* largest, 
     float factor = power_for(most * fmaxf(largest[0], 1), Keys::lifted ? ROOM - 9 : ROOM - 1);
     if (scale < 0) factor = -factor;  // so that c > 0: the largest S is that of S c
     Query query = {};
-    // A one of which the compiler does not know that it is one: so it keeps it.
-    for (u32& one : query.ones) one = both(factor / factor);
+    // The compiler does not know that these are four equal numbers, and so it keeps them in
+    // four registers: A of ones, without a move before each product.
+    float one = fabsf(factor);
+    for (int r = 0; r < 4; ++r) query.ones[r] = both(one / one), one += 1;
     for (int i = 0; i < TILES; ++i) {
         for (int d = 0; d < BLOCKS; ++d)
             for (int r = 0; r < 2; ++r)

@@ -41,14 +41,9 @@ __device__ inline float largest_of_block(const Shared& shared, int h) {
 __device__ inline void merge_warps(Shared& shared, State& s) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     for (int i = 0; i < TILES; ++i)
-        for (int h = 0; h < 2; ++h) {
-            float l = s.l[i][h];
-            for (int lanes = 4; lanes < 32; lanes *= 2)
-                l += __shfl_xor_sync(WARP, l, lanes);
-            if (g == 0) {
-                shared.m[warp][8 * i + 2 * t + h] = s.m[i][h];
-                shared.l[warp][8 * i + 2 * t + h] = l;
-            }
+        for (int h = 0; h < 2 && g == 0; ++h) {
+            shared.m[warp][8 * i + 2 * t + h] = s.m[i][h];
+            shared.l[warp][8 * i + 2 * t + h] = s.l[i][h];
         }
     for (int j = threadIdx.x; j < HEADS * HEAD_DIM; j += blockDim.x)
         shared.o[j / HEAD_DIM][j % HEAD_DIM] = 0;

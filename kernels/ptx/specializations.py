@@ -38,4 +38,5 @@ def specializations():
         for launch in launches(case):
             settings = tuple(sorted(launch.constants.items()))
             found[launch.source, launch.kernel, settings] = launch.constants
-    return [(source, kernel, c) for (source, kernel, _), c in found.items()]
+    ladder = [(source, kernel, c) for (source, kernel, _), c in found.items()]
+    return [*ladder, ("faults/six_faults", "reverse", {})]  # for a lesson

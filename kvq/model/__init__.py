@@ -9,6 +9,7 @@ tokenizer    text <-> token ids
 weights      where weights come from: a folder of your own, or the package index
 capture      keys, values and queries of some layers as a file
 evaluate     what a policy costs in perplexity
+search       which layers and sides are sensitive, and the best use of a budget
 
 It needs the packages `gguf` and, for text, `tokenizers`; both are imported where they
 are used.

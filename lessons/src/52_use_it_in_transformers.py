@@ -350,11 +350,11 @@ for name, r in sorted(table.items(), key=lambda item: item[1]["kl"]):
     print(f" {r['change_percent']:+9.2f} % +- {r['se_percent']:.2f} {r['kl']:10.4f}")
 
 # %%
-fig, ax = plt.subplots(figsize=(8.5, 4.2))
+fig, ax = plt.subplots(figsize=(8.5, 5.4))
 short = {"hf:": "", "-axis-1/axis0": ", keys per channel", "-axis0": ", axis 0"}
 short |= {
     "-axis1": ", axis 1",
-    "int4-channel-g32/int4-token-g64-asym": "int4-channel/token",
+    "int4-channel-g32/int4-token-g64-asym": "int4-channel",
 }
 for name, r in table.items():
     mine = not name.startswith("hf:")

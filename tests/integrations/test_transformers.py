@@ -313,9 +313,10 @@ def test_beam_search_runs_and_equals_exact_beams_where_nothing_is_lost(model, po
 @pytest.mark.parametrize("policy", ["fp32", "int4-token-g32-asym"])
 def test_assisted_decoding_writes_the_same_text(model, policy):
     prompt = tiny.ids(30).repeat(1, 2)  # so that a look-up finds candidates
-    plain = tiny.generate(model, prompt, KVQCache(policy, model.config), 40)
+    options = {"count": 40, "eos_token_id": 60}  # transformers 4.57 cannot do without
     cache = KVQCache(policy, model.config)
-    found = tiny.generate(model, prompt, cache, 40, prompt_lookup_num_tokens=3)
+    plain = tiny.generate(model, prompt, KVQCache(policy, model.config), **options)
+    found = tiny.generate(model, prompt, cache, prompt_lookup_num_tokens=3, **options)
     assert torch.equal(found, plain)
 
 
@@ -442,6 +443,7 @@ def test_their_channel_groups_need_lengths_that_fit(length):
     assert ours.update(k, k)[0].shape == k.shape
 
 
+@pytest.mark.skipif(not tiny.RENAMED, reason="what transformers 5.24 does")
 def test_their_cache_takes_no_sliding_model_and_goes_back_for_nobody(model):
     from transformers.cache_utils import QuantizedCache
 

@@ -27,8 +27,8 @@ def same(function, type_, sources):
 
 
 def _saturating(form, function, type_):
-    """`.sat`, which float64 does not have, clamps the result to [0, 1]."""
-    if type_ == "f64":
+    """`.sat`, which f64 and bf16 do not have, clamps the result to [0, 1]."""
+    if type_ not in ("f32", "f16", "f16x2"):
         return function
     return (lambda *x: saturate(function(*x))) if form.flag("sat") else function
 
@@ -257,7 +257,7 @@ def extremum(form):
         if type_ == "s32" and form.flag("relu"):
             return same(lambda x, y: np.maximum(function(x, y), 0), type_, 2)
         return same(function, type_, 2)
-    function = _float_extremum(form.opcode, form.flag("NaN"))
+    function = _float_extremum(form.opcode, type_ != "f64" and form.flag("NaN"))
     if type_ in HALVES:
         return same(on_halves(function, type_), type_, 2)
     return same(function, type_, 2)

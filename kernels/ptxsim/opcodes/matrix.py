@@ -61,6 +61,8 @@ def movmatrix(form):
 @opcode("mma")
 def mma(form):
     """D = A B + C: A is 16 x k, B k x 8, C and D 16 x 8."""
+    if [m for m in form.left if m in ("row", "col")] != ["row", "col"]:
+        raise form.unsupported("only .row.col is known")
     for name in ("sync", "aligned", "row", "col"):
         form.choice(name)
     d_type, a_type, b_type = _types(form)

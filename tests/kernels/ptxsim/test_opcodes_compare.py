@@ -69,24 +69,20 @@ def halves_apart(holds, type_):
 def setp_row(type_):
     """Every comparison, and `ne` with every way to combine it with %c, in one row."""
     functions = comparisons(type_)
-    lines = [f"setp.{n}.{type_} %p_{n}|%q_{n}, %a, %b;" for n in functions]
-    lines += [f"setp.ne.{n}.{type_} %p_{n}|%q_{n}, %a, %b, %c;" for n in COMBINE]
+    letters = "p" if type_ in ("f16", "bf16") else "pq"  # these have one result
+    of = {n: "|".join(f"%{k}_{n}" for k in letters) for n in (*functions, *COMBINE)}
+    lines = [f"setp.{n}.{type_} {of[n]}, %a, %b;" for n in functions]
+    lines += [f"setp.ne.{n}.{type_} {of[n]}, %a, %b, %c;" for n in COMBINE]
 
     def want(a, b, c):
-        results = {
-            n: halves_apart(f(a, b).astype(bool), type_) for n, f in functions.items()
-        }
-        p, q = results["ne"]
-        results |= {n: (f(p, c), f(q, c)) for n, f in COMBINE.items()}
-        return {
-            f"{k}_{n}": r
-            for n, both in results.items()
-            for k, r in zip("pq", both, strict=True)
-        }
+        holds = {n: f(a, b).astype(bool) for n, f in functions.items()}
+        both = {n: halves_apart(h, type_) for n, h in holds.items()}
+        both |= {n: [f(h, c) for h in both["ne"]] for n, f in COMBINE.items()}
+        return {f"{k}_{n}": both[n][i] for n in of for i, k in enumerate(letters)}
 
-    names = [f"{k}_{n}" for n in (*functions, *COMBINE) for k in "pq"]
+    outs = {f"{k}_{n}": "pred" for n in of for k in letters}
     sources = {"a": type_, "b": type_, "c": "pred"}
-    return Row("".join(lines), dict.fromkeys(names, "pred"), want, sources)
+    return Row("".join(lines), outs, want, sources)
 
 
 ROWS = [setp_row(t) for t in INTEGERS + BITS + FLOATS + HALVES]

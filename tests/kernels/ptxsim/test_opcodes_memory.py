@@ -347,6 +347,17 @@ def test_asynchronous_copies(cache, size, valid):
     assert np.array_equal(np.stack(list(got.values()), axis=1), want)
 
 
+def test_a_copy_that_a_predicate_switches_off_raises():
+    with pytest.raises(ptxsim.UnsupportedPTX, match=r"line \d+: cp.* %p is \.pred"):
+        run_snippet(
+            ".reg .pred %p; cp.async.ca.shared.global [%shared], [%m], 4, %p;",
+            np.int32,
+            threads=1,
+            shared=4,
+            buffers={"m": np.zeros(1, np.int32)},
+        )
+
+
 def test_a_copy_of_a_part_of_a_word_is_a_fault():
     body = (
         "cp.async.ca.shared.global [%shared], [%m], 8, 6; cp.async.wait_all;"
@@ -474,7 +485,6 @@ def test_made_up_modifiers_raise():
         "red.global.cas.b32 [%l0], %r0, %r1;",
         "red.async.shared::cluster.add.u32 [%r0], %r1, [%r2];",
         "cp.async.ca.shared.global [%r0], [%l0], 12;",
-        "cp.async.ca.shared.global [%r0], [%l0], 16, %p0;",
         "cp.async.ca.shared::cluster.global [%r0], [%l0], 16;",
         "cp.async.mbarrier.arrive.b64 [%r0];",
         "cp.async.bulk.commit_group;",

@@ -1,0 +1,309 @@
+"""Decode by tensor cores, run from its PTX: right on any pages, in any order.
+
+Attention is within twice the error of the same computation done naively with binary16
+products: k_hat, v_hat and p rounded to binary16, sums in float32. Slots of a page
+without a token, and outputs before they are written, hold all ones.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from kvq.attention import attention
+from kvq.cache import KVCache
+from kvq.kernels import backend, decode, ptxsim
+from kvq.kernels.decode import tensor_cores
+from kvq.kernels.decode.paged import paged
+from kvq.kernels.launch import nvrtc
+from kvq.scheme import Policy, Scheme
+
+needs_compiler = pytest.mark.skipif(
+    nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable())
+)
+VERSIONS = list(tensor_cores.VERSIONS)
+ASYMMETRIC = {"levels": "asymmetric"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths : (quantized, exact) tokens of each sequence. key_scale, value_scale :
+    factors of the scales of one channel, of one token in 16."""
+
+    key: Scheme
+    value: Scheme
+    D: int = 64
+    H_kv: int = 2
+    ratio: int = 3
+    lengths: tuple = ((96, 11), (0, 0), (32, 70), (0, 5))
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    q_scale: float = 1.0
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    seed: int = 0
+
+
+CASES = {
+    "4 bits, keys per channel": Case(
+        Scheme(4, "channel", 32, **ASYMMETRIC), Scheme(4, "token", 32, **ASYMMETRIC)
+    ),
+    "8 and 2 bits, no groups of heads": Case(
+        Scheme(8, "channel", 64), Scheme(2, "token", 64, **ASYMMETRIC), ratio=1
+    ),
+    "2 bits, 128 tokens in a group, 16 heads": Case(
+        Scheme(2, "channel", 128, **ASYMMETRIC),
+        Scheme(2, "token", 32),
+        H_kv=1,
+        ratio=16,
+        lengths=((256, 3), (128, 0)),
+    ),
+    "4 bits, keys per token": Case(
+        Scheme(4, "token", 64), Scheme(8, "token", 64), D=128, ratio=8, H_kv=1,
+        lengths=((75, 9), (129, 0)),
+    ),
+    "2 bits, keys per token": Case(
+        Scheme(2, "token", 32, **ASYMMETRIC),
+        Scheme(4, "token", 16, **ASYMMETRIC),
+        ratio=5,
+        lengths=((75, 9), (64, 64), (1, 0)),
+        softcap=2.0,
+        sinks=True,
+    ),
+    "256 channels, 9 heads": Case(
+        Scheme(2, "channel", 64), Scheme(8, "token", 128, **ASYMMETRIC), D=256,
+        ratio=9, H_kv=1, lengths=((128, 2),),
+    ),
+}  # fmt: skip
+FIRST, EIGHT, TWO = (list(CASES.values())[i] for i in (0, 1, 2))
+HARD = {
+    "a channel 1000 times larger": replace(FIRST, key_scale=1e3),
+    "2 bits, a channel 1000 times larger": replace(TWO, key_scale=1e3),
+    "q 100 times larger as well": replace(
+        EIGHT, key_scale=1e3, q_scale=100.0, scale=1e-4
+    ),
+    "scores whose exponentials overflow": replace(FIRST, q_scale=200.0),
+    "values beyond 1000": replace(EIGHT, value_scale=2e3),
+    "tiny keys and values": replace(TWO, key_scale=1e-2, value_scale=1e-2, q_scale=0.1),
+    "a negative scale": replace(FIRST, scale=-0.3),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    case: Case
+    q: np.ndarray
+    k: tuple
+    v: tuple
+    exact: tuple
+    read: list  # of each sequence: k_hat, v_hat (H_kv, T, D) in float64
+    sinks: np.ndarray | None
+
+    @property
+    def scale(self):
+        return self.case.D**-0.5 if self.case.scale is None else self.case.scale
+
+
+def make_side(case, scheme, rng, factor, values):
+    """((codes, scale, zero), exact, [x_hat]); all ones where there is no token."""
+    (T, R), D = np.max(case.lengths, axis=0), case.D
+    shape = len(case.lengths), case.H_kv
+    _, gt, gc = scheme.group_shape(1, 1, D)
+    codes = np.full((*shape, T, D), 2**scheme.bits - 1, np.uint8)
+    size = (*shape, -(-T // gt), D // min(gc, D))
+    scale, zero = np.full((2, *size), np.nan, np.float16)
+    exact, x_hat = np.full((*shape, R, D), np.nan, np.float16), []
+    for b, (n, r) in enumerate(case.lengths):
+        codes[b, :, :n] = rng.integers(0, 2**scheme.bits, (case.H_kv, n, D))
+        used = scale[b, :, : -(-n // gt)]
+        used[:] = rng.uniform(0.5, 1.5, used.shape) / 2 ** (scheme.bits - 1)
+        used[(..., slice(3, None, 16), slice(None)) if values else (..., used.shape[-1] // 3)] *= factor
+        used[:, -1:, -1:] = 0  # a constant group
+        zero[b, :, : used.shape[1]] = rng.standard_normal(used.shape) - 0.5
+        exact[b, :, :r] = rng.standard_normal((case.H_kv, r, D))
+        s, z = (
+            a[b].astype(float).repeat(gt, 1)[:, :n].repeat(min(gc, D), 2)
+            for a in (scale, zero)
+        )
+        level = codes[b, :, :n].astype(float)
+        x = s * level + z if scheme.has_zero else s * (level - 2 ** (scheme.bits - 1))
+        x_hat.append(np.concatenate([x, exact[b, :, :r].astype(float)], axis=1))
+    return (codes, scale, zero if scheme.has_zero else None), exact, x_hat
+
+
+def make(case):
+    rng = np.random.default_rng(case.seed)
+    k, k_exact, k_hat = make_side(case, case.key, rng, case.key_scale, False)
+    v, v_exact, v_hat = make_side(case, case.value, rng, case.value_scale, True)
+    H_q = case.H_kv * case.ratio
+    q = rng.standard_normal((len(case.lengths), H_q, 1, case.D)) * case.q_scale
+    sinks = rng.standard_normal(H_q) if case.sinks else None
+    read = list(zip(k_hat, v_hat, strict=True))
+    return Problem(case, q.astype(np.float16), k, v, (k_exact, v_exact), read, sinks)
+
+
+def pages_of(p, order=None, version="v4"):
+    case = p.case
+    schemes = case.key, case.value
+    version = tensor_cores.VERSIONS[version]
+    return paged(p.k, p.v, *p.exact, case.lengths, *schemes, order, version)
+
+
+@functools.cache
+def compiled(source, constants):
+    return ptxsim.Module(nvrtc.compile_ptx(source, dict(constants)))
+
+
+def run(p, cache, version="v4"):
+    """(attention, [report of each launch])"""
+    launches, collect = decode.launches(
+        p.q,
+        cache,
+        version,
+        scale=p.scale,
+        softcap=p.case.softcap,
+        sink_logits=p.sinks,
+    )
+    reports = []
+    for launch in launches:
+        module = compiled(launch.source, tuple(sorted(launch.constants.items())))
+        kernel = module.kernel(launch.kernel)
+        reports.append(kernel.launch(launch.grid, launch.block, launch.args))
+    return collect(), reports
+
+
+def half(x):
+    return np.asarray(x).astype(np.float16).astype(np.float32)
+
+
+def naive_half(q, k, v, scale, softcap, sinks):
+    """One sequence: products of binary16 numbers, everything else in float32."""
+    ratio = len(q) // len(k)
+    k, v = (half(x).repeat(ratio, axis=0) for x in (k, v))
+    S = np.einsum("htd,hd->ht", k, half(q[:, 0])) * np.float32(scale)
+    if softcap:
+        S = np.float32(softcap) * np.tanh(S / np.float32(softcap))
+    sink = np.full(len(q), -np.inf) if sinks is None else sinks
+    m = np.maximum(S.max(axis=1), sink).astype(np.float32)
+    p = np.exp(S - m[:, None])
+    l = p.sum(axis=1) + np.exp(sink - m)  # noqa: E741
+    return (np.einsum("ht,htd->hd", half(p), v) / l[:, None])[:, None]
+
+
+def check(p, out):
+    for b, (k, v) in enumerate(p.read):
+        if k.shape[1] == 0:
+            np.testing.assert_array_equal(out[b], 0)
+            continue
+        options = {"scale": p.scale, "softcap": p.case.softcap}
+        exact = attention(p.q[b].astype(float), k, v, sink_logits=p.sinks, **options)
+        naive = naive_half(p.q[b], k, v, p.scale, p.case.softcap, p.sinks)
+        error = np.linalg.norm(out[b] - exact)
+        assert error <= 2 * np.linalg.norm(naive - exact), b
+
+
+def scattered(n):
+    return np.random.default_rng(n).permutation(n)
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_within_twice_the_error_of_naive_binary16(name, version):
+    p = make(CASES[name])
+    check(p, run(p, pages_of(p, scattered, version), version)[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", HARD)
+def test_numbers_that_binary16_hardly_holds(name, version):
+    p = make(HARD[name])
+    out, _ = run(p, pages_of(p, None, version), version)
+    assert np.isfinite(out).all()
+    check(p, out)
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_order_of_the_pages_does_not_matter(version):
+    p = make(replace(FIRST, lengths=((320, 70), (96, 0))))
+    one, two = (
+        run(p, pages_of(p, order, version), version)[0] for order in (None, scattered)
+    )
+    np.testing.assert_array_equal(one, two)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte_of_the_pages_is_fetched_once(name):
+    """Sectors of the keys' and values' lines are the bytes of the pages."""
+    p = make(replace(CASES[name], lengths=((512, 128),), H_kv=1))
+    cache = pages_of(p)
+    _, (report, _) = run(p, cache)
+    counted = [
+        c for (file, _), c in report.places.items() if file.endswith("attend.cuh")
+    ]
+    sectors = sum(c.sectors for c in counted)
+    chunks, _ = tensor_cores.heads_of_block(p.case.ratio, p.case.D)
+    pages = chunks * (cache.pages.nbytes + cache.exact_pages.nbytes) / 32
+    assert pages <= sectors <= 1.02 * pages + 2 * report.warps
+    assert sectors == sum(c.ideal_sectors for c in counted)
+    assert report.wavefronts <= 1.1 * report.ideal_wavefronts
+
+
+# --- the host side --------------------------------------------------------------------
+def cache_of(policy, dtype=np.float16, D=64):
+    rng = np.random.default_rng(1)
+    cache = KVCache(policy)
+    k, v = rng.standard_normal((2, 2, 2, 200, D)).astype(dtype)
+    cache.append(k, v, np.arange(200) < np.array([[200], [131]]))
+    return cache, rng.standard_normal((2, 6, 1, D)).astype(dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_backend_runs_it_on_a_cache(version):
+    key = Scheme(4, "channel", 32, "asymmetric")
+    cache, q = cache_of(Policy(key, Scheme(4, "token", 64), residual=40, sinks=3))
+    sim = backend("ptxsim-c")
+    out = sim.decode(q, cache, version)
+    np.testing.assert_allclose(out, cache.attend(q), rtol=0, atol=1e-3)
+    prepared = sim.prepare(cache, version)
+    assert len(prepared) == 200
+    np.testing.assert_array_equal(sim.decode(q, prepared), out)
+
+
+def test_it_is_not_taken_unless_it_is_named():
+    """The default computes in float32, in both languages."""
+    assert list(decode.VERSIONS) == ["v1", "v2", "v3"]
+    assert set(decode.TENSOR_CORES) == set(VERSIONS)
+    policy = Policy(Scheme(4), Scheme(4))
+    for name in ("ptxsim-numba", "numba-cuda"):
+        reason = backend("ptxsim-c")
+        from kvq.kernels import BACKENDS
+
+        reason = BACKENDS[name]._reason("decode", policy, "v4")
+        assert reason == "v4: it is CUDA C alone; valid: v1, v2, v3"
+
+
+@pytest.mark.parametrize(
+    ("policy", "D", "reason"),
+    [
+        (Policy(Scheme(4), None), 64, "value=None"),
+        (Policy(Scheme(3), Scheme(4)), 64, "key: bits=3; valid: 16, 8, 4, 2"),
+        (Policy(Scheme(4), Scheme(4)), 80, "D=80; valid: 64, 128, 256"),
+        (Policy(Scheme(4), Scheme(4)), None, None),
+    ],
+)
+def test_what_it_does_not_know(policy, D, reason):
+    found = decode.unsupported(policy, "v4", D)
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_full_precision_that_is_not_binary16_is_refused():
+    cache, _ = cache_of(Policy(Scheme(4), Scheme(4), residual=9), np.float32)
+    with pytest.raises(ValueError, match="not float16; v4 reads float16"):
+        decode.prepare(cache, "v4")
