@@ -84,11 +84,11 @@ def test_the_commands_of_the_readme_exist(capsys):
     from kvq.cli import main
 
     lines = re.findall(r"^kvq (.+?)(?:  #.*)?$", README, re.M)
-    assert len(lines) == 11
+    assert len(lines) == 14
     for line in lines:
         command, *arguments = line.split("#")[0].split()
         with pytest.raises(SystemExit) as exit_:
             main([command, *arguments, "--help"])
         assert exit_.value.code == 0
-        writes_a_file = command in ("model", "capture")
+        writes_a_file = command in ("model", "capture") or "explain" in arguments
         assert ("--json" in capsys.readouterr().out) != writes_a_file
