@@ -63,7 +63,7 @@ def unsupported(policy, version, D=None):
     """
     layout = version_of(ALL, version).layout
     if version in TENSOR_CORES:
-        return tensor_cores.unsupported(policy, D)
+        return tensor_cores.unsupported(policy, version, D)
     if policy.value is None:
         return "value=None (a latent cache); valid: a Scheme"
     exact = [scheme.full_precision for scheme in policy.schemes]

@@ -16,21 +16,21 @@
 // So the 8 columns are query heads, and none of the 16 rows is wasted on them. A page
 // (`pages.py`) stores codes in the order of A: 16 bytes of a lane are whole fragments.
 //
-// Constants: HEAD_DIM (64, 128 or 256); RATIO = H_q / H_kv; WARPS of a block; KEY_BITS (8,
-// 4 or 2), KEY_GROUP, KEY_PER_CHANNEL, KEY_ASYMMETRIC; VALUE_BITS, VALUE_GROUP,
-// VALUE_ASYMMETRIC; SOFTCAP, 0 or 1; X, the type of q. Scales are binary16.
+// Constants: those of `page.cuh`; RATIO = H_q / H_kv; WARPS of a block; SOFTCAP, 0 or 1; X,
+// the type of q.
 #pragma once
-#include "kvq.cuh"
+#include "page.cuh"
 
-constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
-
-constexpr int BLOCKS = HEAD_DIM / 16;  // of 16 channels
-constexpr int STEP = 64;               // tokens that a warp takes at a time
-constexpr int PAGE = KEY_PER_CHANNEL && KEY_GROUP > STEP ? KEY_GROUP : STEP;  // tokens
 // Query heads in tiles of 8. Two tiles use the same A; at 256 channels they do not fit.
 constexpr int TILES = RATIO > 8 && HEAD_DIM <= 128 ? 2 : 1;
 constexpr int HEADS = 8 * TILES;  // of a block
 constexpr int CHUNKS = divide_up(RATIO, HEADS);
+// Warps of a multiprocessor, which has 65536 registers: 16 with 128 registers a thread, 12
+// with 168 where more sums are kept, 8 with 255 where O alone takes 64 or more.
+constexpr int RESIDENT = TILES * HEAD_DIM > 128                  ? 8
+                         : Values::lifted || !Keys::per_channel ? 12
+                                                                : 16;
+
 #define NOTHING __uint_as_float(0xff800000)  // -inf, the maximum of no scores
 
 // --- instructions ----------------------------------------------------------------------
@@ -95,14 +95,6 @@ __device__ inline u32 level(u32 magic, float factor, float constant) {
     return multiply_add(magic, both(factor), both(constant));
 }
 
-// 2 bits: register r of a fragment stands at one of 4 places of a 16-bit half, of the word
-// or of the word with its bytes swapped. Or-ed into 1, place k makes 1 + code / 4^k.
-template <class Side>
-__device__ inline int place(int d, int r) {
-    return 1 + d % 2 * 2 + (Side::values ? r % 2 : r / 2);
-}
-constexpr float fourth_power(int k) { return 1 << (2 * k); }  // 4^k
-
 // Fragment j of those that 16 bytes hold: levels, or for 2 bits 1 + code / 4^k.
 template <class Side>
 __device__ inline void fragment(const uint4& unit, int j, u32 (&a)[4]) {
@@ -129,44 +121,3 @@ __device__ inline void fragment(const uint4& unit, int j, u32 (&a)[4]) {
         }
     }
 }
-
-// --- one side of a page ----------------------------------------------------------------
-template <int bits_, int group_, bool per_channel_, bool asymmetric_, bool values_>
-struct Side {
-    static constexpr int bits = bits_, group = group_;
-    static constexpr bool coded = bits < 16, per_channel = per_channel_,
-                          asymmetric = asymmetric_, values = values_;
-    // For 2 bits, a multiply-add for each pair is too much: a byte holds 4 codes. So they
-    // enter the products as 1 + code / 4^k; 4^k goes into q or out of o, the 1 into a sum.
-    static constexpr bool lifted = bits == 2;
-    static constexpr int offset = !coded || asymmetric ? 0 : 1 << (bits - 1);
-    static constexpr int columns = coded && !per_channel ? HEAD_DIM / group : 1;
-    static constexpr int fragments = 16 / bits;  // in 16 bytes of a lane
-    // Sizes in units of 16 bytes: codes and scales of a step, but the scales of keys per
-    // channel are those of a page.
-    static constexpr int step = 32 * (STEP / 16) * BLOCKS / fragments;
-    static constexpr int numbers =
-        !coded ? 0 : per_channel ? PAGE / group * HEAD_DIM / 8 : STEP * columns / 8;
-    static constexpr int zeros = asymmetric ? numbers : 0;
-};
-
-typedef Side<KEY_BITS, KEY_GROUP, KEY_PER_CHANNEL, KEY_ASYMMETRIC, false> Keys;
-typedef Side<VALUE_BITS, VALUE_GROUP, false, VALUE_ASYMMETRIC, true> Values;
-typedef Side<16, HEAD_DIM, false, false, false> Exact;  // numbers as they are
-
-// Warps of a multiprocessor, which has 65536 registers: 16 with 128 registers a thread, 12
-// with 168 where more sums are kept, 8 with 255 where O alone takes 64 or more.
-constexpr int RESIDENT = TILES * HEAD_DIM > 128                  ? 8
-                         : Values::lifted || !Keys::per_channel ? 12
-                                                                : 16;
-
-// A page: scale and zero of the keys; then for each 64 tokens the codes of the keys and of
-// the values, and scale and zero of the values.
-template <class K, class V>
-struct Record {
-    static constexpr int key_zero = K::numbers, steps = key_zero + K::zeros;
-    static constexpr int values = K::step, value_scale = values + V::step;
-    static constexpr int value_zero = value_scale + V::numbers;
-    static constexpr int step = value_zero + V::zeros;
-    static constexpr int size = steps + (K::coded ? PAGE / STEP : 1) * step;
-};

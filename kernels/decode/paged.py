@@ -2,7 +2,7 @@
 
     pages          (number, H_kv, words) uint32, see `kernels/pages.py`
     exact_pages    likewise: sinks and window in full precision, binary16
-    table          int32 (B, P_cap + E_cap): the numbers of a sequence's pages, in order;
+    table          int32 (B, P_cap + E_cap): the numbers of a sequence's pages in order,
                    P_cap of `pages`, then E_cap of `exact_pages`
     lengths        int32 (B, 2): tokens of both kinds
     largest        float32 (B, H_kv, 2): the largest scale of the keys, of the values
@@ -121,7 +121,7 @@ def _ready(side, scheme, lengths, page):
 
 
 def _padded(x, lengths, unit):
-    """x (B, H, T, n) with zeros at and behind each row's length, T a multiple of unit."""
+    """x (B, H, T, n) with zeros behind each row's length, T a multiple of unit."""
     B, H, _, n = x.shape
     longest = int(lengths.max(initial=0))
     out = np.zeros((B, H, -(-longest // unit) * unit, n), x.dtype)

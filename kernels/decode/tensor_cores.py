@@ -1,8 +1,8 @@
 """`decode` by tensor cores, on the host: q and pages -> flat arrays -> attention.
 
-CUDA C alone: Numba has no word for the instructions `mma` and `movmatrix`. Products are
-of binary16 numbers, sums in float32: so the error is that of binary16, not of float32 as
-with v1 to v3. They need compute capability 8.0.
+CUDA C alone: Numba has no word for the instructions `mma` and `movmatrix`. Products
+are of binary16 numbers, sums in float32: so the error is that of binary16, not that of
+float32 as with v1 to v3. They need compute capability 8.0.
 """
 
 import numpy as np
@@ -14,17 +14,29 @@ from kvq.kernels.launch import Launch
 
 VERSIONS = versions(
     Version("v4", "decode/v4_tensor_cores", "pages", shuffles=True),
+    Version("v5", "decode/v5_async_ring", "pages", shuffles=True),
 )
 WARPS = 4  # of a block
+STAGES = 2  # v5: steps that a warp has in shared memory
+MOST_SHARED = 48 * 1024  # bytes of a block, without asking for more
 BLOCKS = 528  # to keep a large GPU busy: 4 for each of 132 processors
 prepare = paged.prepare
 
 
-def unsupported(policy, D=None):
-    """None, or why no page holds a cache of this policy and head dimension."""
+def unsupported(policy, version, D=None):
+    """None, or why `version` cannot read a cache of this policy and head dimension."""
     if policy.value is None:
         return "value=None (a latent cache); valid: a Scheme"
-    return pages.unsupported(policy.key, policy.value, D)
+    reason = pages.unsupported(policy.key, policy.value, D)
+    if reason or version != "v5" or D is None or policy.key.full_precision:
+        return reason
+    size = STAGES * stage_bytes(pages.PageLayout(policy.key, policy.value, D))
+    return f"{size} bytes of shared memory for a warp" if size > MOST_SHARED else None
+
+
+def stage_bytes(layout):
+    """What v5 keeps of a step: the scales of its keys, and the step."""
+    return 4 * (sum(layout.head) + sum(layout.step))
 
 
 def heads_of_block(ratio, D):
@@ -33,10 +45,10 @@ def heads_of_block(ratio, D):
     return -(-ratio // heads), heads
 
 
-def constants(cache, ratio, q_type, softcap):
-    """What the kernels are compiled for."""
-    key, value, D = cache.layout.key, cache.layout.value, cache.layout.D
-    return {
+def constants(version, layout, ratio, q_type="__half", softcap=0):
+    """What the kernels are compiled for. layout : a PageLayout."""
+    key, value, D = layout.key, layout.value, layout.D
+    found = {
         "HEAD_DIM": D,
         "RATIO": ratio,
         "WARPS": WARPS,
@@ -50,12 +62,17 @@ def constants(cache, ratio, q_type, softcap):
         "SOFTCAP": int(softcap > 0),
         "X": q_type,
     }
+    if version == "v5":
+        warps = min(WARPS, MOST_SHARED // (STAGES * stage_bytes(layout)))
+        found |= {"WARPS": warps, "STAGES": STAGES}
+    return found
 
 
 def launches(version, cache, q, sinks, out, numbers):
     """The Launches of one version. q (B, H_q, 1, D); cache : a Paged; sinks : (flat
     array, are there any?); numbers : scale, softcap (0: none)."""
-    return {"v4": _v4}[version.name](version, cache, q, sinks, out, numbers)
+    build = {"v4": _v4, "v5": _v5}[version.name]
+    return build(version, cache, q, sinks, out, numbers)
 
 
 def _arrays(cache, q):
@@ -73,6 +90,11 @@ def _arrays(cache, q):
     )
 
 
+def _compiled(version, cache, q, numbers):
+    ratio, X = q.shape[-3] // cache.shape[1], C_TYPES[narrow(q.dtype.name)]
+    return constants(version.name, cache.layout, ratio, X, numbers[1])
+
+
 def _v4(version, cache, q, sinks, out, numbers):
     """Blocks for splits of the pages, then a merge."""
     B, H_kv, P_cap, E_cap, D = cache.shape
@@ -80,7 +102,7 @@ def _v4(version, cache, q, sinks, out, numbers):
     chunks, _ = heads_of_block(H_q // H_kv, D)
     blocks = B * H_kv * chunks
     splits, pages_per_split = _split(cache, blocks)
-    compiled = constants(cache, H_q // H_kv, C_TYPES[narrow(q.dtype.name)], numbers[1])
+    compiled = _compiled(version, cache, q, numbers)
     part_o = unwritten((splits, B, H_q, D), np.float32)
     part_ml = unwritten((splits, B, H_q, 2), np.float32)
     inputs = _arrays(cache, q)
@@ -116,3 +138,40 @@ def _split(cache, blocks):
     longest = max(int((-(-cache.lengths // tokens)).sum(axis=1).max()), 1)
     each = max(-(-longest // -(-BLOCKS // blocks)), WARPS)
     return -(-longest // each), each
+
+
+def _v5(version, cache, q, sinks, out, numbers):
+    """One launch: equal pieces of the list of all steps."""
+    _, H_kv, P_cap, E_cap, D = cache.shape
+    H_q = q.shape[-3]
+    chunks, heads = heads_of_block(H_q // H_kv, D)
+    compiled = _compiled(version, cache, q, numbers)
+    warps = compiled["WARPS"]
+    offsets = _offsets(cache, H_kv * chunks)
+    rows, steps = len(offsets) - 1, int(offsets[-1])
+    each = -(-steps // (BLOCKS * WARPS))
+    pieces = -(-steps // each)
+    inputs = _arrays(cache, q)
+    part_o = unwritten((pieces + rows, heads, D), np.float32)
+    part_ml = unwritten((pieces + rows, heads, 2), np.float32)
+    arrived, (sink_logits, has_sink) = np.zeros(rows, np.int32), sinks
+    return [
+        Launch(
+            version.source,
+            "decode_v5",
+            compiled,
+            grid=-(-pieces // warps),
+            block=32 * warps,
+            args=(
+                *(*inputs, offsets, part_o, part_ml, arrived, sink_logits, out),
+                *(rows, H_q, H_kv, P_cap, E_cap, *numbers, each, has_sink),
+            ),
+            outputs=tuple(len(inputs) + i for i in (1, 2, 3, 5)),
+        )
+    ]
+
+
+def _offsets(cache, rows):
+    """Where the steps of each row begin in the list of all: `rows` a sequence."""
+    steps = np.maximum(-(-cache.lengths // pages.STEP).sum(axis=1), 1)
+    return np.concatenate([[0], np.repeat(steps, rows).cumsum()]).astype(np.int32)

@@ -26,20 +26,19 @@ struct Shared {
     uint4 ring[WARPS][STAGES][STAGE];
 };
 
-// A part of a row: the steps begin .. end - 1 of the row.
-struct Part {
-    int row, begin, end;
-};
+// Warps of a multiprocessor: also as many as its shared memory has room for, 160 KB.
+constexpr int FIT = 160 * 1024 / (STAGES * STAGE * 16);
+constexpr int BLOCKS_RESIDENT = divide_up(RESIDENT < FIT ? RESIDENT : FIT, WARPS);
 
 struct Row {
     const int* table;  // of the pages of its sequence
-    int g, coded, exact, P_cap, H_kv;
+    int g, H_kv, coded, exact;
 };
 
 // --- the ring --------------------------------------------------------------------------
-__device__ inline void copy_async(uint4* to, const uint4* from) {
-    u32 address = (u32)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+// to: an address in shared memory.
+__device__ inline void copy_async(u32 to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
 
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;"); }
@@ -56,12 +55,13 @@ __device__ inline void fetch(uint4* stage, const uint4* pages, Row row, int n, i
     if (n < end) {
         const uint4* page =
             pages + ((i64)row.table[n / in_page] * row.H_kv + row.g) * Page::size;
-        const uint4* step = page + n % in_page * Page::step;
+        const uint4* step = page + n % in_page * Page::step + lane;
+        u32 to = (u32)__cvta_generic_to_shared(stage + lane);
 #pragma unroll
         for (int i = 0; i < STAGE; i += 32) {
-            int j = i + lane;  // the scales of the keys are those of the page
-            const uint4* from = in_page == 1 || j >= Page::steps ? step : page;
-            if (i + 32 <= STAGE || j < STAGE) copy_async(stage + j, from + j);
+            bool head = in_page > 1 && i + lane < Page::steps;  // scales of keys: the page's
+            if (i + 32 <= STAGE || i + lane < STAGE)
+                copy_async(to + 16 * i, (head ? page + lane : step) + i);
         }
     }
     close_group();
@@ -147,7 +147,7 @@ __device__ inline int row_of(const int* offsets, int rows, int at) {
     return low;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_RESIDENT)
     decode_v5(const X* q, const uint4* pages, const uint4* exact_pages, const int* table,
               const int* lengths, const float* largest, const int* offsets, float* part_o,
               float* part_ml, int* arrived, const float* sink_logits, float* out, int rows,
@@ -161,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
         int start = offsets[number], next = offsets[number + 1];
         int chunk = number % CHUNKS, g = number / CHUNKS % H_kv, b = number / CHUNKS / H_kv;
         int h = g * RATIO + chunk * HEADS, heads = min(HEADS, RATIO - chunk * HEADS);
-        Row row = {table + (i64)b * (P_cap + E_cap), g, lengths[2 * b],
-                   lengths[2 * b + 1], P_cap, H_kv};
+        Row row = {table + (i64)b * (P_cap + E_cap), g, H_kv, lengths[2 * b],
+                   lengths[2 * b + 1]};
         int begin = at - start, end = min(stop, next) - start;
         int coded = divide_up(row.coded, STEP), exact = divide_up(row.exact, STEP);
 

@@ -119,7 +119,11 @@ def make_side(case, scheme, rng, factor, values):
         codes[b, :, :n] = rng.integers(0, 2**scheme.bits, (case.H_kv, n, D))
         used = scale[b, :, : -(-n // gt)]
         used[:] = rng.uniform(0.5, 1.5, used.shape) / 2 ** (scheme.bits - 1)
-        used[(..., slice(3, None, 16), slice(None)) if values else (..., used.shape[-1] // 3)] *= factor
+        used[
+            (..., slice(3, None, 16), slice(None))
+            if values
+            else (..., used.shape[-1] // 3)
+        ] *= factor
         used[:, -1:, -1:] = 0  # a constant group
         zero[b, :, : used.shape[1]] = rng.standard_normal(used.shape) - 0.5
         exact[b, :, :r] = rng.standard_normal((case.H_kv, r, D))
@@ -209,11 +213,37 @@ def scattered(n):
 
 
 @needs_compiler
+@pytest.mark.parametrize("blocks", [1, 528])
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_within_twice_the_error_of_naive_binary16(name, version):
+def test_attention_is_within_twice_the_error_of_naive_binary16(
+    name, version, blocks, monkeypatch
+):
+    """With many steps for a warp, of several sequences; and with one step."""
+    monkeypatch.setattr(tensor_cores, "BLOCKS", blocks)
     p = make(CASES[name])
     check(p, run(p, pages_of(p, scattered, version), version)[0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_v5_leaves_its_counters_as_it_found_them(blocks, monkeypatch):
+    """So that the next launch can use them again."""
+    monkeypatch.setattr(tensor_cores, "BLOCKS", blocks)
+    p = make(replace(FIRST, lengths=((640, 130), (0, 0), (320, 1))))
+    args = (p.q, pages_of(p, None, "v5"), "v5")
+    (launch,), collect = decode.launches(*args, scale=p.scale)
+    module = compiled(launch.source, tuple(sorted(launch.constants.items())))
+    outs = []
+    for _ in range(2):
+        module.kernel("decode_v5").launch(launch.grid, launch.block, launch.args)
+        outs.append(collect().copy())
+    np.testing.assert_array_equal(*outs)
+    check(p, outs[0])
+    (arrived,) = (
+        launch.args[i] for i in launch.outputs if launch.args[i].dtype == "i4"
+    )
+    assert not arrived.any()
 
 
 @needs_compiler
@@ -242,7 +272,7 @@ def test_every_byte_of_the_pages_is_fetched_once(name):
     """Sectors of the keys' and values' lines are the bytes of the pages."""
     p = make(replace(CASES[name], lengths=((512, 128),), H_kv=1))
     cache = pages_of(p)
-    _, (report, _) = run(p, cache)
+    _, (report, *_) = run(p, cache)
     counted = [
         c for (file, _), c in report.places.items() if file.endswith("attend.cuh")
     ]
@@ -281,12 +311,11 @@ def test_it_is_not_taken_unless_it_is_named():
     assert list(decode.VERSIONS) == ["v1", "v2", "v3"]
     assert set(decode.TENSOR_CORES) == set(VERSIONS)
     policy = Policy(Scheme(4), Scheme(4))
-    for name in ("ptxsim-numba", "numba-cuda"):
-        reason = backend("ptxsim-c")
-        from kvq.kernels import BACKENDS
-
-        reason = BACKENDS[name]._reason("decode", policy, "v4")
-        assert reason == "v4: it is CUDA C alone; valid: v1, v2, v3"
+    cache = KVCache(policy)
+    cache.append(*np.zeros((2, 2, 5, 64), np.float16))
+    reason = "v4: it is CUDA C alone; valid: v1, v2, v3"
+    with pytest.raises(ValueError, match=reason):
+        backend("ptxsim-numba").decode(np.zeros((2, 1, 64), np.float16), cache, "v4")
 
 
 @pytest.mark.parametrize(

@@ -168,17 +168,19 @@ REDUCE = {
 @pytest.mark.parametrize("parted", [False, True])
 @pytest.mark.parametrize(("op", "type_"), REDUCTIONS)
 def test_reductions(op, type_, parted):
-    """Large numbers: sums wrap around, and signs count."""
+    """Large numbers: sums wrap around, and signs count; then only one of the signs."""
     mask = MASKS if parted else np.full(64, FULL, np.uint32)
-    text = REDUCTIONS[op, type_]
-    a = numbers(-(2**31), 2**31).view(np.int32 if type_ == "s32" else np.uint32)
-    got = run_snippet(in_groups(text) if parted else text, a.dtype, a=a, m=mask)
+    text = in_groups(REDUCTIONS[op, type_]) if parted else REDUCTIONS[op, type_]
+    large = numbers(-(2**31), 2**31)
+    for a in (large, large | -(2**31), large & (2**31 - 1)):
+        a = a.view(np.int32 if type_ == "s32" else np.uint32)
+        got = run_snippet(text, a.dtype, a=a, m=mask)
 
-    def value(lane, a, m):
-        return REDUCE[op]([a[k] for k in members(lane, m)]) % 2**32
+        def value(lane, a, m):
+            return REDUCE[op]([a[k] for k in members(lane, m)]) % 2**32
 
-    want = np.array(by_warp(value, a, mask), np.uint32)
-    assert np.array_equal(got.view(np.uint32), want)
+        want = np.array(by_warp(value, a, mask), np.uint32)
+        assert np.array_equal(got.view(np.uint32), want)
 
 
 ACTIVE = lines("activemask.b32 %d;")

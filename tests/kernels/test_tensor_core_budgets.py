@@ -1,0 +1,67 @@
+"""The tensor-core kernels stay below their instructions per byte, and never wait."""
+
+import pytest
+
+from kvq.kernels import static
+from kvq.kernels.budgets import tensor_cores as budgets
+from kvq.kernels.launch import nvrtc
+
+ROWS, RECORDED = budgets.recorded()
+IDENTITY = ("kernel", "bits", "keys_per", "G", "value_G", "D", "ratio", "arch")
+FIRST = dict(zip(IDENTITY[2:7], budgets.SETTINGS[0], strict=True))
+reason = nvrtc.unavailable() or static.unavailable()
+if reason is None and nvrtc.version() != RECORDED:
+    reason = f"budgets are of NVRTC {RECORDED}, here is {nvrtc.version()}"
+needs_compiler = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+def named(row):
+    return " ".join(str(row[name]) for name in IDENTITY)
+
+
+def test_every_version_bits_and_architecture_is_recorded():
+    found = {tuple(row[name] for name in IDENTITY) for row in ROWS}
+    for kernel in budgets.KERNELS.values():
+        for bits in budgets.BITS:
+            for arch in budgets.ARCHITECTURES:
+                assert (kernel, bits, *budgets.SETTINGS[0], arch) in found
+    assert len(found) == len(ROWS) > 70
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_nothing_spills_waits_or_loads_less_than_16_bytes(row):
+    assert row["spills"] == 0
+    assert row["loop_barriers"] == 0
+    assert row["loop_other_loads"] <= 1  # the number of a page
+    assert row["loop_wide_loads"] >= row["step_bytes"] // 512
+    assert row["registers"] <= 255
+    assert row["shared_bytes"] <= 48 * 1024 + 1024  # of which sm_90 reserves 1 KB
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if FIRST.items() <= r.items()], ids=named
+)
+def test_instructions_per_byte_are_below_the_limit(row):
+    assert 0 < row["instructions_per_byte"] <= budgets.LIMITS[row["bits"]]
+    assert row["step_bytes"] == 64 * 2 * 128 * row["bits"] // 8 + 4 * 2 * 128
+    for name in budgets.DEVICES:
+        assert budgets.issue_share(row["instructions_per_byte"], name) < 0.7
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", budgets.KERNELS)
+def test_the_machine_code_is_what_was_recorded(version):
+    recorded = {named(row): row for row in ROWS}
+    fresh = budgets.rows(settings=budgets.SETTINGS[:1], versions=(version,))
+    assert len(fresh) == len(budgets.BITS) * len(budgets.ARCHITECTURES)
+    for row in fresh:
+        assert row == recorded[named(row)]
+
+
+def test_the_main_loop_is_the_longest_that_holds_no_other():
+    mma, add, load = "HMMA.16816.F32", "FADD", "LDG.E.128.CONSTANT"
+    code = (add, mma, load, add, add, mma, "LDG.E", "BRA", add, "BRA", mma, "BRA")
+    facts = static.Facts(1, 0, 0, code, (), ((0, 10), (1, 8), (3, 6), (10, 12), (4, 5)))
+    assert budgets.main_loop(facts) == code[3:6]
+    assert budgets.wide_loads(code) == 1
+    assert budgets.wide_loads(("LDGSTS.E.BYPASS.128", "LDS.128", "LDG.E.64")) == 1
