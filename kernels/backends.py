@@ -104,11 +104,28 @@ class NumbaCPUBackend:
         self._require("dequant", qt.scheme)
         return dequant(qt)
 
-    def decode(self, q, cache, **options):
+    def decode(self, q, cache, version=None, *, mask=None, causal=True, **options):
+        """version : None and "v2" take tiles of numbers. "v4" takes integer dot
+        products: faster, and beside the codes it rounds queries and weights to 8 bits
+        as well, which is why it must be asked for.
+        """
+        if version not in (None, "v2", "v4"):
+            raise ValueError(f"unknown version {version!r}; valid: v2, v4")
+        if version == "v4":
+            return self._decode_bytes(q, cache, mask, options)
         from kvq.kernels.cpu.decode import decode
 
         self._require("decode", cache.policy)
-        return decode(q, cache, **options)
+        return decode(q, cache, mask=mask, causal=causal, **options)
+
+    def _decode_bytes(self, q, cache, mask, options):
+        from kvq.kernels.cpu import fast
+
+        if reason := fast.unavailable():
+            raise RuntimeError(f"backend {self.name!r}: v4 cannot run here: {reason}")
+        if mask is not None:
+            raise _refusal(self, "decode v4", "a mask; valid: mask=None")
+        return fast.decode(q, cache, **options)
 
     def _require(self, op, case):
         reason = self.unsupported(op, case)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvq.cache import KVCache
+from kvq.kernels import BACKENDS
 from kvq.scheme import Policy, Scheme, policy
 
 pytest.importorskip("numba")
@@ -160,10 +161,33 @@ def test_a_prepared_cache_has_the_bytes_of_the_packed_one():
     assert fast.prepare(cache).nbytes == cache.nbytes
 
 
+@needs_vnni
+def test_the_backend_takes_it_when_it_is_asked_for():
+    cache = filled(CASES["kivi-4"][0], 64, (200,))
+    q, cpu = queries(1, 6, 64), BACKENDS["numba-cpu"]
+    by_bytes = cpu.decode(q, cache, version="v4")
+    np.testing.assert_array_equal(by_bytes, fast.decode(q, cache))
+    exact = cpu.decode(q, cache)
+    np.testing.assert_array_equal(cpu.decode(q, cache, version="v2"), exact)
+    assert 0 < relative_error(by_bytes, exact) < BYTE_ERROR
+
+
 # --- what it refuses ------------------------------------------------------------------
 def test_a_cpu_without_the_instruction_says_so(monkeypatch):
     monkeypatch.setattr(simd, "available", lambda: False)
     assert fast.unavailable() == "the CPU lacks AVX-512 VNNI"
+    cache = filled(CASES["kivi-4"][0], 64, (5,))
+    with pytest.raises(RuntimeError, match="v4 cannot run here: the CPU lacks"):
+        BACKENDS["numba-cpu"].decode(queries(1, 6, 64), cache, version="v4")
+
+
+def test_an_unknown_version_and_a_mask_are_refused():
+    cache, cpu = filled(CASES["kivi-4"][0], 64, (5,)), BACKENDS["numba-cpu"]
+    with pytest.raises(ValueError, match="unknown version 'v9'; valid: v2, v4"):
+        cpu.decode(queries(1, 6, 64), cache, version="v9")
+    if simd.available():
+        with pytest.raises(ValueError, match="v4 does not support a mask"):
+            cpu.decode(queries(1, 6, 64), cache, version="v4", mask=np.ones(5, bool))
 
 
 @pytest.mark.parametrize(
