@@ -14,7 +14,8 @@ on, and are dequantized again at every step: this shows what a policy does to a 
 not how fast it could be. What is quantized is never quantized again (but for a block
 that `crop` cuts).
 
-Needs the extra `hf`: torch, and transformers 4.57 to 5.24 or newer.
+Needs the extra `hf`: torch and transformers; tested with 4.57, 5.12 and 5.24. (5.0 gets
+prompts in chunks wrong where layers slide, with its own cache as well.)
 """
 
 from functools import partial

@@ -213,7 +213,8 @@ def test_a_row_of_a_padded_batch_writes_what_it_writes_alone(model, policy):
 
 def test_a_batch_without_a_mask_is_refused_where_padding_would_matter(llama):
     tokens = tiny.ids(20, batch=2)
-    for policy, what in ((GROUPED, "groups of 8 tokens"), (WINDOWED, "3 sinks")):
+    sinks = kvq.Policy(TOKEN, TOKEN, sinks=3)
+    for policy, what in ((GROUPED, "groups of 8 tokens"), (sinks, "3 sinks")):
         with pytest.raises(ValueError, match=f"a batch of 2 with .*{what}"):
             tiny.logits(llama, tokens, KVQCache(policy, llama.config))
     tiny.logits(llama, tokens, KVQCache("int4-token-g32-asym", llama.config))
@@ -246,6 +247,14 @@ def test_beams_share_what_they_have_in_common():
     three = cache.nbytes
     cache.reorder_cache(torch.tensor([1, 1, 1]))
     assert cache.nbytes == three / 3
+
+
+def test_the_beams_of_a_prompt_have_its_mask():
+    mask = torch.ones(2, 10)
+    mask[1, :7] = 0
+    cache = KVQCache(GROUPED, attention_mask=mask)
+    cache.update(*tensors((6, 2, 20, 16)), 0)
+    assert cache.layers[0].store.lengths == [20, 20, 20, 13, 13, 13]
 
 
 def test_rows_are_repeated_and_selected():

@@ -1,4 +1,4 @@
-"""Pages: every code, scale and zero has one place, and the place is the documented one."""
+"""Pages: every code, scale and zero has one place, and it is the documented one."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def layout(request):
 
 
 def whole_pages(layout, pages=3, heads=2, seed=0):
-    """((codes, scale, zero) of keys, of values) of `pages` pages, all numbers random."""
+    """((codes, scale, zero) of keys, of values) of some pages, all numbers random."""
     rng = np.random.default_rng(seed)
     T, sides = pages * layout.tokens, []
     for scheme in (layout.key, layout.value):
@@ -90,7 +90,7 @@ def test_512_bytes_are_neighbouring_blocks(bits, values):
 
 def test_4_bits_by_hand():
     places = code_places(64, 64, 4)
-    # lane 0, first block: rows 0 and 8, columns 0, 1, 8, 9; halves of a word side by side
+    # lane 0, first block: rows 0 and 8, columns 0, 1, 8, 9
     by_hand = {(0, 0): 0, (8, 0): 4, (0, 8): 8, (8, 8): 12, (0, 1): 16, (8, 9): 28}
     assert {at: places[at] for at in by_hand} == by_hand
     assert places[0, 16] == 32  # the next block of channels
@@ -101,7 +101,7 @@ def test_4_bits_by_hand():
 
 
 def test_2_bits_by_hand():
-    """Place k = 1 .. 4 of a half is at bit 10 - 2k, of the word or with bytes swapped."""
+    """Place k = 1 .. 4 of a half is at bit 10 - 2k; or so with its bytes swapped."""
     places = code_places(64, 64, 2)
     by_hand = {(0, 0): 8, (8, 0): 0, (0, 8): 6, (8, 8): 14, (0, 16): 4, (8, 16): 12}
     assert {at: places[at] for at in by_hand} == by_hand
@@ -112,7 +112,7 @@ def test_2_bits_by_hand():
 
 
 def test_numbers_of_columns_by_hand():
-    """Two blocks, 16 bytes for each t: columns 2t, 2t + 1 of both, then 2t + 8, 2t + 9."""
+    """Two blocks, 16 bytes for each t: columns 2t, 2t + 1 of both; 2t + 8, 2t + 9."""
     first = [0, 1, 16, 17, 8, 9, 24, 25]
     np.testing.assert_array_equal(vector_order(2).reshape(4, 8)[0], first)
     np.testing.assert_array_equal(vector_order(2).reshape(4, 8)[3], np.add(first, 6))
