@@ -212,7 +212,7 @@ print(f"25 << 10 = {25 << 10:#06x}")
 # %%
 def paired_word(codes):
     """The word of eight codes of 4 bits, a Python integer."""
-    # BEGIN SOLUTION (4 lines)
+    # BEGIN SOLUTION (5 lines)
     word = 0
     for e, code in enumerate(codes):
         p, h = divmod(e, 2)
