@@ -2,12 +2,15 @@
 
     rows()      compile, read the main loop
     LIMITS      instructions per byte that the kernels are built to stay below
+    markdown()  what they are, and the share of the issue slots of some devices
 
 The main loop takes one step of 64 tokens. A lane's instructions for a step, times 32
 lanes, over the bytes of the step in memory are its instructions per byte: codes, scales
 and zeros. A device can start so many instructions for each byte that its memory
 delivers (`kvq.hardware`); what a loop needs of that is its share of the issue slots.
 All instructions of the loop count, also those that few steps reach.
+
+v5 spills at D = 256, outside of its main loop.
 
 `python -m kvq.kernels.budgets.tensor_cores` records again.
 """
@@ -27,7 +30,9 @@ FILE = Path(__file__).with_name("tensor_cores.csv")
 ARCHITECTURES = (80, 90)
 BITS = (8, 4, 2)
 LIMITS = {8: 1.9, 4: 3.6, 2: 5.0}  # D = 128, keys per channel, G = 64, up to 8 heads
-DEVICES = ("H200", "H100-SXM", "A100-80GB", "RTX-4090")
+# Device: whose code it would run; an RTX 4090's (sm_89) is taken to be as long as sm_80's.
+DEVICES = {"H200": 90, "H100-SXM": 90, "A100-80GB": 80, "RTX-4090": 80}
+KEY = ("kernel", "bits", "keys_per", "G", "value_G", "D", "ratio", "arch")
 KERNELS = {"v4": "decode_v4", "v5": "decode_v5"}
 # (keys per, their G, the values' G, D, query heads of a KV head); the first is LIMITS'.
 SETTINGS = (
@@ -76,6 +81,7 @@ def _row(version, setting, bits, arch):
         "arch": arch,
         "registers": found.registers,
         "spills": found.spills,
+        "loop_spills": static.count(loop, "LDL", "STL"),
         "shared_bytes": found.shared,
         "loop_instructions": len(loop),
         "loop_barriers": static.count(loop, "BAR"),
@@ -105,6 +111,28 @@ def wide_loads(loop):
 def issue_share(instructions_per_byte, name):
     """Of the instructions that a device can start while its memory delivers a byte."""
     return instructions_per_byte / device(name).instructions_per_byte
+
+
+def markdown():
+    """The shares of the issue slots, in percent: predicted, not measured."""
+    titles = ["kernel", "bits", "instructions per byte", *DEVICES]
+    lines = [titles, ["---"] + ["---:"] * (len(titles) - 1)]
+    found = {tuple(row[name] for name in KEY): row for row in recorded()[0]}
+    for kernel in KERNELS.values():
+        for bits in BITS:
+            cost = {
+                arch: found[kernel, bits, *SETTINGS[0], arch]["instructions_per_byte"]
+                for arch in ARCHITECTURES
+            }
+            shares = (issue_share(cost[arch], name) for name, arch in DEVICES.items())
+            lines.append(
+                [
+                    *(f"`{kernel}`", str(bits)),
+                    " / ".join(f"{cost[arch]:.2f}" for arch in ARCHITECTURES),
+                    *(f"{share:.0%}" for share in shares),
+                ]
+            )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def recorded():

@@ -7,19 +7,20 @@
 #pragma once
 #include "fragments.cuh"
 
-constexpr int SLACK = 8;   // of p, as a power of two
-constexpr int ROOM = 15;   // p, and p times a scale, stay below 2^ROOM: binary16
+constexpr int SLACK = 8;  // of p, as a power of two
+constexpr int ROOM = 15;  // p, and p times a scale, stay below 2^ROOM: binary16
 constexpr int VALUE_GROUPS = Values::columns;
+// Sums of zeros: two groups share one, a group alone takes two (`add_values`).
 constexpr int ZEROS = (VALUE_GROUPS + 1) / 2 + (VALUE_GROUPS == 1);
 
 // What a lane knows of the queries. Heads are columns: g of B, 2t and 2t + 1 of C.
 struct Query {
-    u32 q[TILES][BLOCKS][2];               // B: times 2^-e
+    u32 q[TILES][BLOCKS][2];         // B, times a power of two: see `read_query`
     // Keys per token: sum_c q_c of a group of channels, as in C, and what the sum over
     // codes starts with.
     float sum[TILES][Keys::columns][2], start[TILES][Keys::columns][2];
-    u32 ones[4];                           // A
-    float c, inverse_cap, headroom;        // see `read_query`
+    u32 ones[4];                     // A
+    float c, inverse_cap, headroom;  // see `read_query`
 };
 
 // The state of the tokens seen, as C: rows of o are channels, those of l all the same.
@@ -199,8 +200,9 @@ __device__ inline void probabilities(const float (&S)[4], const Query& query,
 //     sum_t p_t (s_t level + z_t) = sum_t (p_t s_t) level + sum_t p_t z_t
 //
 // Values per token: the scale goes into p, once for a group of channels. The second sum is
-// the same for all channels of the group: A with z in every row. Lifted codes leave
-// sum_t p_t s_t too much in o: `finish`.
+// the same for all channels of the group: A with z in every row, as in `fold`. Lifted codes
+// leave sum_t p_t s_t too much in o: `finish` takes it off. Both sums grow alike, and so do
+// the errors of adders that truncate.
 template <class K, class V>
 __device__ inline void add_values(const uint4* page, int step, const Query& query,
                                   const float (&S)[TILES][4][4], State& s) {
@@ -290,9 +292,10 @@ __device__ inline float power_for(float x, int n) {
 
 // Keys per token: q 4^k for lifted codes, and what has to be taken off, for each group.
 __device__ inline void sums_of_groups(Query& query, int i) {
+    constexpr int n = BLOCKS / Keys::columns;  // blocks of a group
     for (int j = 0; j < Keys::columns; ++j) {
         float sum[4] = {}, lifted[4] = {};
-        for (int d = j * BLOCKS / Keys::columns; d < (j + 1) * BLOCKS / Keys::columns; ++d) {
+        for (int d = j * n; d < (j + 1) * n; ++d) {
             u32(&q)[2] = query.q[i][d];
             mma(sum, query.ones, q);
             if (!Keys::lifted) continue;
@@ -325,7 +328,8 @@ __device__ inline Query read_query(const X* q, int heads, const float* largest, 
             }
     for (int lanes = 16; lanes > 0; lanes /= 2)
         most = fmaxf(most, __shfl_xor_sync(WARP, most, lanes));
-    float factor = power_for(most * fmaxf(largest[0], 1), Keys::lifted ? ROOM - 9 : ROOM - 1);
+    constexpr int room = ROOM - 1 - (Keys::lifted ? 8 : 0);  // q 4^k has to fit as well
+    float factor = power_for(most * fmaxf(largest[0], 1), room);
     if (scale < 0) factor = -factor;  // so that c > 0: the largest S is that of S c
     Query query = {};
     // The compiler does not know that these are four equal numbers, and so it keeps them in

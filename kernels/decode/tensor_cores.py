@@ -31,7 +31,9 @@ def unsupported(policy, version, D=None):
     if reason or version != "v5" or D is None or policy.key.full_precision:
         return reason
     size = STAGES * stage_bytes(pages.PageLayout(policy.key, policy.value, D))
-    return f"{size} bytes of shared memory for a warp" if size > MOST_SHARED else None
+    if size > MOST_SHARED:
+        return f"{size} bytes of shared memory for a warp; valid: up to {MOST_SHARED}"
+    return None
 
 
 def stage_bytes(layout):

@@ -59,7 +59,7 @@ __device__ inline void fetch(uint4* stage, const uint4* pages, Row row, int n, i
         u32 to = (u32)__cvta_generic_to_shared(stage + lane);
 #pragma unroll
         for (int i = 0; i < STAGE; i += 32) {
-            bool head = in_page > 1 && i + lane < Page::steps;  // scales of keys: the page's
+            bool head = in_page > 1 && i + lane < Page::steps;  // of the page
             if (i + 32 <= STAGE || i + lane < STAGE)
                 copy_async(to + 16 * i, (head ? page + lane : step) + i);
         }

@@ -106,7 +106,8 @@ __device__ inline void write_codes(const X* x, int first, int T, int step, uint4
         for (int j = 0; j < Side::fragments; ++j) {
             int f = i / 32 * Side::fragments + j, b = f / BLOCKS, d = f % BLOCKS;
             for (int e = 0; e < 8; ++e) {
-                int r = e / 2, h = e % 2, row = g + r % 2 * 8, column = 2 * t + h + r / 2 * 8;
+                int r = e / 2, h = e % 2;
+                int row = g + r % 2 * 8, column = 2 * t + h + r / 2 * 8;
                 int token = step * STEP + 16 * b + (Side::values ? column : row);
                 int channel = 16 * d + (Side::values ? row : column);
                 int at = field<Side>(j, r, h);
