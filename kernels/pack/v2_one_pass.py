@@ -45,6 +45,8 @@ def unsupported(scheme, D):
     ):
         if value not in valid:
             return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
+    if (scheme.bits, scheme.per, D, G) == (3, "token", 80, 16):
+        return "group=16 of 3-bit rows of 36 bytes (D=80); valid: 32, 64, 128"
     return None
 
 

@@ -162,7 +162,7 @@ def test_v1_is_the_reference(language, bits, per, group, levels, scale, D, dtype
 
 V2 = [  # bits, per, group, levels, scale_dtype, D, T, dtype of x
     (4, "channel", 32, A, HALF, 128, 37, HALF),
-    (3, "token", 16, A, FLOAT, 80, 7, HALF),
+    (3, "token", 16, A, FLOAT, 96, 7, HALF),
     (2, "token", 64, A, HALF, 96, 7, FLOAT),
     (3, "channel", 16, S, HALF, 80, 21, FLOAT),
     (8, "token", None, S, FLOAT, 64, 9, FLOAT),
@@ -252,6 +252,7 @@ def test_v2_reads_x_once():
         (Scheme(4, "head", 32, A), 128, "per='head'; valid: token, channel"),
         (Scheme(4, "token", 32, A), 72, "D=72; valid: 64, 80, 96, 128, 256"),
         (Scheme(4, "token", 48, A), 96, "group=48; valid: 16, 32, 64, 128"),
+        (Scheme(3, "token", 16, A), 80, "group=16 of 3-bit rows of 36 bytes"),
         (Scheme(4, "channel", None, A), 96, "group=None; valid: 16, 32, 64, 128"),
         (Scheme(4, "channel", 256, A), 96, "group=256; valid: 16, 32, 64, 128"),
         (Scheme(4, levels="full-range"), 64, "levels='full-range'; valid: symm"),
