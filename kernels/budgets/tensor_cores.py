@@ -30,7 +30,7 @@ FILE = Path(__file__).with_name("tensor_cores.csv")
 ARCHITECTURES = (80, 90)
 BITS = (8, 4, 2)
 LIMITS = {8: 1.9, 4: 3.6, 2: 5.0}  # D = 128, keys per channel, G = 64, up to 8 heads
-# Device: whose code it would run; an RTX 4090's (sm_89) is taken to be as long as sm_80's.
+# Device: whose code it would run; that of an RTX 4090 is taken to be that of sm_80.
 DEVICES = {"H200": 90, "H100-SXM": 90, "A100-80GB": 80, "RTX-4090": 80}
 KEY = ("kernel", "bits", "keys_per", "G", "value_G", "D", "ratio", "arch")
 KERNELS = {"v4": "decode_v4", "v5": "decode_v5"}

@@ -53,7 +53,7 @@ __device__ inline void lift(int d, u32 (&q)[2], int sign = 1) {
 // product one half is of use.
 //
 // Lifted codes: q 4^k (1 + code / 4^k) is q code + q 4^k, and the second part is taken back
-// at once. Without zeros a level is code - offset: that is a zero of -offset s.
+// at once. Without zeros a level is code - offset: q offset s, as it was rounded, too.
 __device__ inline void fold(const uint4* scale, const uint4* zero, const Query& query,
                             u32 (&q)[TILES][BLOCKS][2], float (&start)[TILES][4]) {
     int t = threadIdx.x % 4;
@@ -62,14 +62,16 @@ __device__ inline void fold(const uint4* scale, const uint4* zero, const Query& 
     for (int d = 0; d < BLOCKS; ++d) {
         uint4 s, z;
         if (d % 2 == 0) s = scale[d / 2 * 4 + t];
-        if (d % 2 == 0) z = Keys::asymmetric ? zero[d / 2 * 4 + t] : s;
+        if (d % 2 == 0 && Keys::asymmetric) z = zero[d / 2 * 4 + t];
         for (int i = 0; i < TILES; ++i) {
             for (int r = 0; r < 2; ++r)
                 q[i][d][r] = multiply(query.q[i][d][r], word(s, 2 * r + d % 2));
-            if (Keys::lifted) lift(d, q[i][d]);
-            if (Keys::asymmetric || Keys::lifted)
+            if (Keys::asymmetric)
                 mma(d % 2 ? high[i] : low[i], {z.x, z.y, z.z, z.w}, query.q[i][d]);
-            if (Keys::lifted) mma(lifted[i], query.ones, q[i][d]);
+            else if (Keys::lifted) mma(low[i], query.ones, q[i][d]);
+            if (!Keys::lifted) continue;
+            lift(d, q[i][d]);
+            mma(lifted[i], query.ones, q[i][d]);
         }
     }
     constexpr float sign = Keys::asymmetric ? 1 : -Keys::offset;

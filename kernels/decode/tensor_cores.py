@@ -19,7 +19,8 @@ VERSIONS = versions(
 WARPS = 4  # of a block
 STAGES = 2  # v5: steps that a warp has in shared memory
 MOST_SHARED = 48 * 1024  # bytes of a block, without asking for more
-BLOCKS = 528  # to keep a large GPU busy: 4 for each of 132 processors
+ALL_SHARED = 160 * 1024  # bytes of a processor, at least (compute capability 8.0)
+PROCESSORS = 132  # of a large GPU (H100, H200)
 prepare = paged.prepare
 
 
@@ -45,6 +46,17 @@ def heads_of_block(ratio, D):
     """(blocks that share a KV head, query heads of each): `fragments.cuh`."""
     heads = 16 if ratio > 8 and D <= 128 else 8
     return -(-ratio // heads), heads
+
+
+def wave(version, layout, ratio):
+    """Warps that such a GPU runs at a time: `RESIDENT` in `fragments.cuh`."""
+    _, heads = heads_of_block(ratio, layout.D)
+    key, value = layout.key, layout.value
+    few = (key.per, key.group) == ("channel", pages.STEP) and value.bits != 2
+    warps = 8 if heads * layout.D > 1024 else 16 if few else 12
+    if version == "v5":
+        warps = min(warps, ALL_SHARED // (STAGES * stage_bytes(layout)))
+    return PROCESSORS * warps
 
 
 def constants(version, layout, ratio, q_type="__half", softcap=0):
@@ -103,7 +115,8 @@ def _v4(version, cache, q, sinks, out, numbers):
     H_q = q.shape[-3]
     chunks, _ = heads_of_block(H_q // H_kv, D)
     blocks = B * H_kv * chunks
-    splits, pages_per_split = _split(cache, blocks)
+    wanted = -(-wave(version.name, cache.layout, H_q // H_kv) // (WARPS * blocks))
+    splits, pages_per_split = _split(cache, wanted)
     compiled = _compiled(version, cache, q, numbers)
     part_o = unwritten((splits, B, H_q, D), np.float32)
     part_ml = unwritten((splits, B, H_q, 2), np.float32)
@@ -134,16 +147,16 @@ def _v4(version, cache, q, sinks, out, numbers):
     ]
 
 
-def _split(cache, blocks):
-    """(splits, pages of each) of the longest sequence, for `blocks` blocks a split."""
+def _split(cache, wanted):
+    """(splits, pages of each) of the longest sequence; at least a page a warp."""
     tokens = np.array([cache.layout.tokens, cache.exact.tokens])
     longest = max(int((-(-cache.lengths // tokens)).sum(axis=1).max()), 1)
-    each = max(-(-longest // -(-BLOCKS // blocks)), WARPS)
+    each = max(-(-longest // wanted), WARPS)
     return -(-longest // each), each
 
 
 def _v5(version, cache, q, sinks, out, numbers):
-    """One launch: equal pieces of the list of all steps."""
+    """One launch, one wave: equal pieces of the list of all steps."""
     _, H_kv, P_cap, E_cap, D = cache.shape
     H_q = q.shape[-3]
     chunks, heads = heads_of_block(H_q // H_kv, D)
@@ -151,7 +164,7 @@ def _v5(version, cache, q, sinks, out, numbers):
     warps = compiled["WARPS"]
     offsets = _offsets(cache, H_kv * chunks)
     rows, steps = len(offsets) - 1, int(offsets[-1])
-    each = -(-steps // (BLOCKS * WARPS))
+    each = -(-steps // wave(version.name, cache.layout, H_q // H_kv))
     pieces = -(-steps // each)
     inputs = _arrays(cache, q)
     part_o = unwritten((pieces + rows, heads, D), np.float32)
