@@ -305,7 +305,7 @@ def test_blocks_that_are_not_whole_quantization_blocks_are_refused(block):
         ({"value_dim": 0}, "value_dim=0"),
         ({"head_dim": "16"}, "head_dim='16'"),
         ({"window_dtype": "int8"}, "window_dtype='int8'; valid: float16"),
-        ({"policy": "kivi-9"}, "unknown policy 'kivi-3'"),
+        ({"policy": "kivi-9"}, "unknown policy 'kivi-9'"),
         ({"policy": Policy(Scheme(4, group=16), None)}, "latent policy"),
         ({"policy": Policy(Scheme(4, "head", None), Scheme(4))}, "group=None needs"),
         ({"policy": "rotated-int4", "head_dim": 12}, "power of two, not 12"),
