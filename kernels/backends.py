@@ -28,7 +28,7 @@ import textwrap
 
 import numpy as np
 
-from kvq.kernels.host import first_invalid, no_reason
+from kvq.kernels.host import first_invalid, no_reason, operation
 from kvq.scheme import UNIFORM
 from kvq.tensor import quantize
 
@@ -171,7 +171,7 @@ class KernelBackend:
             return one_line(error)
 
     def unsupported(self, op, case):
-        return no_reason([self._reason(op, case, v) for v in _host(op).VERSIONS])
+        return no_reason([self._reason(op, case, v) for v in operation(op).VERSIONS])
 
     def pack(self, x, scheme, version=None):
         _, T, D = (1, 1, 1, *np.shape(x))[-3:]
@@ -194,14 +194,14 @@ class KernelBackend:
         D = cache.rows[0][0].window.shape[-1] if cache.rows else None
         case = cache.policy, D, len(cache)
         newest = self._candidates("decode", version, case)[0]
-        return _host("decode").prepare(cache, newest)
+        return operation("decode").prepare(cache, newest)
 
     def _do(self, op, inputs, version, case, options=None):
         """Run the newest version that knows the case and whose kernels can be had."""
         executor = self._executor()
         missing = getattr(executor, "missing", lambda launches, **options: None)
         for name in self._candidates(op, version, case):
-            launches, collect = _host(op).launches(*inputs, name, **(options or {}))
+            launches, collect = operation(op).launches(*inputs, name, **(options or {}))
             reason = missing(launches, **self.options)
             if reason is None:
                 executor.run(launches, **self.options)
@@ -210,7 +210,7 @@ class KernelBackend:
 
     def _candidates(self, op, version, case):
         """The versions to try, the newest first. Raises ValueError if there is none."""
-        names = [version] if version else list(_host(op).VERSIONS)
+        names = [version] if version else list(operation(op).VERSIONS)
         scheme, D, T = case
         reasons = {name: self._reason(op, scheme, name, D, T) for name in names}
         known = [name for name in reversed(names) if reasons[name] is None]
@@ -220,18 +220,13 @@ class KernelBackend:
 
     def _reason(self, op, case, version, D=None, T=None):
         """None, or why `version` cannot do it, in the kernels or in the executor."""
-        host = _host(op)
+        host = operation(op)
         tensor_cores = getattr(host, "TENSOR_CORES", {})
         if version in tensor_cores and self.numba:
             return f"{version}: it is CUDA C alone; valid: {', '.join(host.VERSIONS)}"
         limits = getattr(self._executor(), "unsupported", lambda version, T: None)
         reason = host.unsupported(case, version, D)
         return reason or limits({**host.VERSIONS, **tensor_cores}[version], T)
-
-
-def _host(op):
-    """The host side of an operation: `kernels/pack`, `dequant` or `decode`."""
-    return importlib.import_module(f"kvq.kernels.{op}")
 
 
 # The fastest first; after the reference come simulators, for study and for tests.

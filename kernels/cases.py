@@ -4,12 +4,12 @@ A `Case` is one kernel of the ladder on ordinary data. `launches(case)` asks the
 side for it, so that grid, constants and arguments are those of real use.
 """
 
-import importlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvq.cache import KVCache
+from kvq.kernels.host import operation
 from kvq.scheme import Policy, Scheme
 from kvq.tensor import quantize
 
@@ -74,13 +74,13 @@ def inputs(case):
 
 def launches(case):
     """The Launches of a case, in order."""
-    host = importlib.import_module(f"kvq.kernels.{case.op}")
+    host = operation(case.op)
     return host.launches(*inputs(case), case.version)[0]
 
 
 def supported(case):
     """Does the version know the case?"""
-    host = importlib.import_module(f"kvq.kernels.{case.op}")
+    host = operation(case.op)
     what = case.policy if case.op == "decode" else case.scheme
     return host.unsupported(what, case.version, case.D) is None
 
@@ -88,7 +88,7 @@ def supported(case):
 def versions():
     """(operation, version) of the whole ladder, in the order of teaching."""
     for op in OPS:
-        host = importlib.import_module(f"kvq.kernels.{op}")
+        host = operation(op)
         yield from ((op, version) for version in host.VERSIONS)
 
 

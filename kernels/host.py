@@ -4,6 +4,7 @@ A kernel takes flat arrays and numbers. Here NumPy arrays of any layout become s
 arrays, and never change: what is not ready to be read as it is gets copied.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -30,6 +31,11 @@ class Version:
     shuffles: bool = False
 
 
+def operation(op):
+    """The host side of "pack", "dequant" or "decode": its package."""
+    return importlib.import_module(f"kvq.kernels.{op}")
+
+
 def versions(*ladder):
     """The versions of an operation by name, the oldest first."""
     return {version.name: version for version in ladder}
@@ -44,11 +50,31 @@ def version_of(known, name):
 
 def first_invalid(thing, limits):
     """None, or the first attribute of `thing` that is not among its valid values."""
-    for name, valid in limits.items():
-        value = getattr(thing, name)
-        if value not in valid:
-            return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
-    return None
+    found = (invalid(name, getattr(thing, name), v) for name, v in limits.items())
+    return next(filter(None, found), None)
+
+
+def invalid(name, value, valid):
+    """None, or that `value` is not among the valid ones."""
+    if value in valid:
+        return None
+    return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
+
+
+def whole_tokens(scheme, D):
+    """Whether one scale serves all D channels of a token."""
+    return scheme.per == "token" and (scheme.group is None or scheme.group >= D)
+
+
+def group_constants(scheme, D):
+    """What every kernel of groups in paired words is compiled for."""
+    return {
+        "BITS": scheme.bits,
+        "HEAD_DIM": D,
+        "GROUP": D if whole_tokens(scheme, D) else scheme.group,
+        "PER_CHANNEL": int(scheme.per == "channel"),
+        "ASYMMETRIC": int(scheme.has_zero),
+    }
 
 
 def no_reason(reasons):

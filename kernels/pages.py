@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvq.kernels.host import first_invalid, invalid
 from kvq.scheme import UNIFORM, Scheme
 
 BITS = (16, 8, 4, 2)
@@ -253,11 +254,10 @@ def unsupported(key, value, D):
 
 
 def _unsupported_side(scheme, D, name):
-    if scheme.bits not in BITS:
-        return f"bits={scheme.bits!r}; valid: {', '.join(map(str, BITS))}"
+    if reason := invalid("bits", scheme.bits, BITS):
+        return reason
     if scheme.full_precision:
-        wrong = scheme.levels != "float16"
-        return f"levels={scheme.levels!r}; valid: float16" if wrong else None
+        return invalid("levels", scheme.levels, ("float16",))
     limits = {
         "levels": UNIFORM,
         "transform": (None,),
@@ -266,10 +266,8 @@ def _unsupported_side(scheme, D, name):
     }
     if scheme.per == "channel":
         limits["group"] = CHANNEL_GROUPS
-    for field, valid in limits.items():
-        if getattr(scheme, field) not in valid:
-            known = ", ".join(map(str, valid))
-            return f"{field}={getattr(scheme, field)!r}; valid: {known}"
+    if reason := first_invalid(scheme, limits):
+        return reason
     group = min(scheme.group or D, D)
     if scheme.per == "token" and (group % 16 or D % group):
         return f"group={scheme.group}; valid: a multiple of 16 that divides D={D}"

@@ -1,7 +1,8 @@
 """What the lessons ask of the kernels: a piece of source, and what a run counts."""
 
-import importlib
 from pathlib import Path
+
+from kvq.kernels.host import operation
 
 KERNELS = Path(__file__).resolve().parent
 LANGUAGES = ("c", "numba")
@@ -45,7 +46,6 @@ def run(op, version, *inputs, language="c", check=True, **options):
 
     if language not in LANGUAGES:
         raise ValueError(f"language={language!r}; valid: {', '.join(LANGUAGES)}")
-    host = importlib.import_module(f"kvq.kernels.{op}")
-    launches, collect = host.launches(*inputs, version, **options)
+    launches, collect = operation(op).launches(*inputs, version, **options)
     reports = ptxsim.run(launches, language, check)
     return collect(), reports

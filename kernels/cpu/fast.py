@@ -20,7 +20,7 @@ from kvq.dtypes import as_float_array
 from kvq.kernels.cpu import blocks, simd
 from kvq.kernels.cpu.dots import LOG2E, Exact, Partials, Side, attend_tasks
 from kvq.kernels.decode.gather import gather
-from kvq.kernels.host import Version, first_invalid
+from kvq.kernels.host import Version, first_invalid, invalid
 from kvq.kernels.layouts import from_words
 from kvq.quantizer import integer_levels
 
@@ -32,6 +32,7 @@ LIMITS = {
     "scale_dtype": ("float16",),
     "transform": (None,),
 }
+GROUPS = {"channel": (32, 64, 128), "token": (None, 32, 64, 128, 256)}
 PER = {"key": ("token", "channel"), "value": ("token",)}
 
 
@@ -49,12 +50,9 @@ def unsupported(policy, D=None):
     for side in ("key", "value"):
         scheme = getattr(policy, side)
         reason = first_invalid(scheme, {**LIMITS, "per": PER[side]})
+        reason = reason or invalid("group", scheme.group, GROUPS[scheme.per])
         if reason:
             return f"{side}: {reason}"
-        G, per = scheme.group, scheme.per
-        valid = (32, 64, 128) if per == "channel" else (None, 32, 64, 128, 256)
-        if G not in valid:
-            return f"{side}: group={G!r}; valid: {', '.join(map(str, valid))}"
     if D is not None and D % 32:
         return f"D={D}; valid: multiples of 32"
     return None

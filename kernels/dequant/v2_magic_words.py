@@ -17,11 +17,18 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvq.kernels.device import DTYPES, array_of, functions, x_and_s
+from kvq.kernels.host import first_invalid, group_constants, invalid, whole_tokens
 from kvq.scheme import UNIFORM
 
 BITS = (2, 3, 4, 8)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK = 256  # threads
+LIMITS = {
+    "bits": BITS,
+    "per": ("token", "channel"),
+    "levels": UNIFORM,
+    "transform": (None,),
+}
 
 
 def unsupported(scheme, D):
@@ -29,35 +36,20 @@ def unsupported(scheme, D):
 
     Per token, a group is a multiple of 16 numbers: those stored together share a scale.
     """
-    for name, value, valid in (
-        ("bits", scheme.bits, BITS),
-        ("per", scheme.per, ("token", "channel")),
-        ("levels", scheme.levels, UNIFORM),
-        ("transform", scheme.transform, (None,)),
-        ("D", D, HEAD_DIMS),
-    ):
-        if value not in valid:
-            return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
+    reason = first_invalid(scheme, LIMITS) or invalid("D", D, HEAD_DIMS)
+    if reason:
+        return reason
     G = scheme.group
     if scheme.per == "channel":
         return "group=None; valid: an integer" if G is None else None
-    if G is None or G >= D or G % 16 == 0:
+    if whole_tokens(scheme, D) or G % 16 == 0:
         return None
     return f"group={G!r}; valid: multiples of 16"
 
 
 def constants(scheme, D, S, Y="float"):
     """The constants of the kernel that reads scales of type S and writes type Y."""
-    whole_token = scheme.per == "token" and (scheme.group is None or scheme.group >= D)
-    return {
-        "BITS": scheme.bits,
-        "HEAD_DIM": D,
-        "GROUP": D if whole_token else scheme.group,
-        "PER_CHANNEL": int(scheme.per == "channel"),
-        "ASYMMETRIC": int(scheme.has_zero),
-        "S": S,
-        "Y": Y,
-    }
+    return {**group_constants(scheme, D), "S": S, "Y": Y}
 
 
 def geometry(c, N, T):

@@ -7,9 +7,7 @@ specialization, and else from the compiler of the language.
 import functools
 
 from kvq.kernels import ptx
-from kvq.kernels.launch import numba_ptx, nvrtc
-
-COMPILERS = {"c": nvrtc, "numba": numba_ptx}
+from kvq.kernels.launch.compilers import COMPILERS, compile_ptx
 
 
 def unavailable():
@@ -59,8 +57,4 @@ def _kernel(source, kernel, constants, language):
 def ptx_text(source, kernel, constants, language="c"):
     """The PTX of a kernel: the committed text, or else compiled here."""
     text = ptx.find(source, constants, language, kernel)
-    if text is not None:
-        return text
-    if language == "c":
-        return nvrtc.compile_ptx(source, constants)
-    return numba_ptx.compile_ptx(source, kernel, constants)
+    return compile_ptx(language, source, kernel, constants) if text is None else text

@@ -17,11 +17,20 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvq.kernels.device import DTYPES, array_of, functions, x_and_s
+from kvq.kernels.host import first_invalid, group_constants, invalid, whole_tokens
 
 BITS = (2, 3, 4, 8)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (16, 32, 64, 128)
 BLOCK = 256  # threads, per token
+LIMITS = {
+    "bits": BITS,
+    "per": ("token", "channel"),
+    "levels": ("symmetric", "asymmetric"),
+    "scale_dtype": ("float16", "float32"),
+    "transform": (None,),
+    "rounding": ("half-even",),
+}
 BYTES = {"__half": 2, "__nv_bfloat16": 2, "float": 4}
 
 
@@ -31,37 +40,19 @@ def unsupported(scheme, D):
     Groups other than these are v1's: a group of lanes must be a power of two, and the
     numbers of a block must fit into its registers.
     """
-    G = scheme.group
-    whole_token = scheme.per == "token" and (G is None or G >= D)
-    for name, value, valid in (
-        ("bits", scheme.bits, BITS),
-        ("per", scheme.per, ("token", "channel")),
-        ("levels", scheme.levels, ("symmetric", "asymmetric")),
-        ("scale_dtype", scheme.scale_dtype, ("float16", "float32")),
-        ("transform", scheme.transform, (None,)),
-        ("rounding", scheme.rounding, ("half-even",)),
-        ("D", D, HEAD_DIMS),
-        ("group", GROUPS[0] if whole_token else G, GROUPS),
-    ):
-        if value not in valid:
-            return f"{name}={value!r}; valid: {', '.join(map(str, valid))}"
-    if (scheme.bits, scheme.per, D, G) == (3, "token", 80, 16):
+    G = GROUPS[0] if whole_tokens(scheme, D) else scheme.group
+    reason = first_invalid(scheme, LIMITS)
+    reason = reason or invalid("D", D, HEAD_DIMS) or invalid("group", G, GROUPS)
+    if reason:
+        return reason
+    if (scheme.bits, scheme.per, D, scheme.group) == (3, "token", 80, 16):
         return "group=16 of 3-bit rows of 36 bytes (D=80); valid: 32, 64, 128"
     return None
 
 
 def constants(scheme, D, X, S):
     """The constants of the kernel that stores x of type X, scales of type S."""
-    whole_token = scheme.per == "token" and (scheme.group is None or scheme.group >= D)
-    return {
-        "BITS": scheme.bits,
-        "HEAD_DIM": D,
-        "GROUP": D if whole_token else scheme.group,
-        "PER_CHANNEL": int(scheme.per == "channel"),
-        "ASYMMETRIC": int(scheme.has_zero),
-        "X": X,
-        "S": S,
-    }
+    return {**group_constants(scheme, D), "X": X, "S": S}
 
 
 def geometry(c, N, T):

@@ -12,7 +12,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from kvq.kernels.launch import numba_ptx, nvrtc
+from kvq.kernels.launch.compilers import COMPILERS
 
 FOLDER = Path(__file__).resolve().parent
 KERNELS = FOLDER.parent
@@ -59,5 +59,5 @@ def source_hash(source, language):
     """SHA-256 of a source and of all that it includes, or None without one."""
     if not (KERNELS / f"{source}{LANGUAGES[language]}").is_file():
         return None
-    module = {"c": nvrtc, "numba": numba_ptx}[language]
-    return hashlib.sha256(module.source_text(source).encode()).hexdigest()
+    text = COMPILERS[language].source_text(source)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -14,10 +14,10 @@ import json
 import sys
 
 from kvq.kernels import ptx
-from kvq.kernels.launch import cache, numba_ptx, nvrtc
+from kvq.kernels.launch import cache
+from kvq.kernels.launch.compilers import COMPILERS, compile_ptx
 from kvq.kernels.ptx.specializations import specializations
 
-COMPILERS = {"c": nvrtc, "numba": numba_ptx}
 WHEELS = {"c": ("nvidia-cuda-nvrtc",), "numba": ("numba-cuda", "nvidia-nvvm")}
 
 
@@ -58,10 +58,8 @@ def _hash(text):
 
 def compiled(entry):
     """The PTX of an entry, compiled now."""
-    source, constants = entry["source"], entry["constants"]
-    if entry["language"] == "c":
-        return nvrtc.compile_ptx(source, constants)
-    return numba_ptx.compile_ptx(source, entry["kernel"], constants)
+    what = (entry[name] for name in ("language", "source", "kernel", "constants"))
+    return compile_ptx(*what)
 
 
 def complete(entry, text):

@@ -5,21 +5,20 @@ lengths, and every output before it is written, is all ones: NaN, or the code 25
 simulator also reports every access out of bounds and every race.
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fresh import compiled
 
 from kvq.kernels import ptxsim
 from kvq.kernels.decode import tile
-from kvq.kernels.launch import numba_ptx, nvrtc
+from kvq.kernels.launch import nvrtc
 from kvq.kernels.layouts import row_words, to_words
 
 DTYPES = {"__half": np.float16, "float": np.float32, "__nv_bfloat16": np.uint16}
-COMPILERS = {"c": nvrtc, "numba": numba_ptx}
 SOURCES = {
     "v1": "decode/v1_two_pass",
     "v2": "decode/v2_online_softmax",
@@ -150,18 +149,6 @@ def make(case):
 
 
 # --- launching ------------------------------------------------------------------------
-@functools.cache
-def compiled(language, source, kernel, constants):
-    reason = COMPILERS[language].unavailable()
-    if reason:
-        pytest.skip(reason)
-    if language == "c":
-        text = nvrtc.compile_ptx(source, dict(constants))
-    else:
-        text = numba_ptx.compile_ptx(source, kernel, dict(constants))
-    return ptxsim.Module(text).kernel(kernel)
-
-
 def launch(language, version, kernel, constants, grid, block, args):
     key = tuple(sorted(constants.items()))
     code = compiled(language, SOURCES[version], kernel, key)

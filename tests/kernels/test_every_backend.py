@@ -4,7 +4,6 @@ A test runs with each version that knows its case; that others refuse it is test
 its own. With KVQ_REQUIRE_BACKENDS="ptxsim-c gxx ..." a backend that cannot run fails.
 """
 
-import importlib
 import os
 import re
 
@@ -24,6 +23,7 @@ from plain import attend, uneven
 from kvq.cache import KVCache
 from kvq.dtypes import numpy_dtype
 from kvq.kernels import BACKENDS
+from kvq.kernels.host import operation
 from kvq.scheme import Policy, Scheme
 from kvq.tensor import QuantizedTensor, quantize
 
@@ -58,11 +58,7 @@ class Runner:
         """None, or why the version does not know this Scheme or Policy."""
         if self.version is None:
             return self.backend.unsupported(self.op, case)
-        return host(self.op).unsupported(case, self.version, D)
-
-
-def host(op):
-    return importlib.import_module(f"kvq.kernels.{op}")
+        return operation(self.op).unsupported(case, self.version, D)
 
 
 def runners(op):
@@ -71,7 +67,7 @@ def runners(op):
         Runner(op, b, version)
         for name, b in BACKENDS.items()
         if name not in SLOW and not b.unavailable()
-        for version in ([None] if name in WITHOUT_VERSIONS else host(op).VERSIONS)
+        for version in ([None] if name in WITHOUT_VERSIONS else operation(op).VERSIONS)
     ]
 
 

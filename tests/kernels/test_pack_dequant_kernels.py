@@ -4,39 +4,26 @@ The simulator also reports every access out of bounds and every race, so a run t
 has none of them.
 """
 
-import functools
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fresh import compiled
 from plain import uneven
 
 from kvq.dtypes import numpy_dtype
 from kvq.kernels import ptxsim
 from kvq.kernels.dequant import v2_magic_words
-from kvq.kernels.launch import numba_ptx, nvrtc
+from kvq.kernels.launch.compilers import COMPILERS
 from kvq.kernels.layouts import row_words, to_words
 from kvq.kernels.pack import v2_one_pass
 from kvq.scheme import Scheme
 from kvq.tensor import quantize
 
 C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
-COMPILERS = {"c": nvrtc, "numba": numba_ptx}
 A, S = "asymmetric", "symmetric"
 HALF, FLOAT, BRAIN = "float16", "float32", "bfloat16"
-
-
-@functools.cache
-def compiled(language, source, kernel, constants):
-    reason = COMPILERS[language].unavailable()
-    if reason:
-        pytest.skip(reason)
-    if language == "c":
-        text = nvrtc.compile_ptx(source, dict(constants))
-    else:
-        text = numba_ptx.compile_ptx(source, kernel, dict(constants))
-    return ptxsim.Module(text).kernel(kernel)
 
 
 def run(language, source, kernel, constants, geometry, args):

@@ -25,7 +25,7 @@ def copy(tmp_path, monkeypatch):
         shutil.copy(ptx.KERNELS / name, tmp_path)
     monkeypatch.setattr(ptx, "KERNELS", tmp_path)
     monkeypatch.setattr(ptx, "FOLDER", tmp_path / "ptx")
-    for module in (ptx.nvrtc, ptx.numba_ptx):
+    for module in ptx.COMPILERS.values():
         monkeypatch.setattr(module, "KERNELS", tmp_path)
     ptx.index.cache_clear()
     yield tmp_path
