@@ -105,27 +105,41 @@ class NumbaCPUBackend:
         return dequant(qt)
 
     def decode(self, q, cache, version=None, *, mask=None, causal=True, **options):
-        """version : None and "v2" take tiles of numbers. "v4" takes integer dot
-        products: faster, and beside the codes it rounds queries and weights to 8 bits
-        as well, which is why it must be asked for.
+        """version : "v1" and "v2" take tiles of numbers; "v3" and "v4" blocks of codes
+        (`cpu/fast.py`, which has options of its own), one query token and no mask. v4
+        also rounds queries and weights to 8 bits. None: blocks where the cache has
+        them, with the version that is right for its bits; v2 otherwise.
         """
-        if version not in (None, "v2", "v4"):
-            raise ValueError(f"unknown version {version!r}; valid: v2, v4")
-        if version == "v4":
-            return self._decode_bytes(q, cache, mask, options)
+        if version not in (None, "v1", "v2", "v3", "v4"):
+            raise ValueError(f"unknown version {version!r}; valid: v1, v2, v3, v4")
+        in_blocks = getattr(cache, "layout", None) == "blocks"
+        if (
+            version is None
+            and in_blocks
+            and mask is None
+            and np.shape(q)[-2:-1] == (1,)
+        ):
+            from kvq.kernels.cpu.fast import version_for
+
+            version = version_for(cache.policy)
+        if version in ("v3", "v4"):
+            return self._decode_blocks(q, cache, version, mask, options)
         from kvq.kernels.cpu.decode import decode
 
         self._require("decode", cache.policy)
-        return decode(q, cache, mask=mask, causal=causal, **options)
+        version = version or "v2"
+        return decode(q, cache, version=version, mask=mask, causal=causal, **options)
 
-    def _decode_bytes(self, q, cache, mask, options):
+    def _decode_blocks(self, q, cache, version, mask, options):
         from kvq.kernels.cpu import fast
 
-        if reason := fast.unavailable():
-            raise RuntimeError(f"backend {self.name!r}: v4 cannot run here: {reason}")
+        if reason := fast.unavailable(version):
+            raise RuntimeError(
+                f"backend {self.name!r}: {version} cannot run here: {reason}"
+            )
         if mask is not None:
-            raise _refusal(self, "decode v4", "a mask; valid: mask=None")
-        return fast.decode(q, cache, **options)
+            raise _refusal(self, f"decode {version}", "a mask; valid: mask=None")
+        return fast.decode(q, cache, version=version, **options)
 
     def _require(self, op, case):
         reason = self.unsupported(op, case)

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvq.attention import decode, visible
 from kvq.dtypes import as_float_array, cast
+from kvq.packing import pack
 from kvq.scheme import Scheme, policy
 from kvq.tensor import QuantizedTensor, concatenate, quantize
 
@@ -27,6 +28,27 @@ from kvq.tensor import QuantizedTensor, concatenate, quantize
 CHUNK = 1024
 
 PARTS = ("sinks", "quantized", "window")
+LAYOUTS = ("chunks", "blocks")
+
+
+class Chunks:
+    """The layout of the reference: packed rows, in QuantizedTensors."""
+
+    def check_head_dim(self, D):
+        """Any D can be stored."""
+
+    def append(self, chunks, x, scheme):
+        """The chunks with the tokens x (H, t, D), quantized, behind them."""
+        return _merge_small((*chunks, quantize(x, scheme)))
+
+    def convert(self, chunks):
+        """Chunks of any layout, in this one."""
+        return tuple(
+            QuantizedTensor(
+                c.scheme, c.shape, pack(c.unpack(), c.scheme.bits), c.scale, c.zero
+            )
+            for c in chunks
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +57,7 @@ class Stream:
 
     sinks, window : (H, S, D) and (H, W, D) in the dtype they came in.
     chunks : QuantizedTensors (1 head axis of H), consecutive tokens.
+    layout : how chunks grow, `Chunks` or one of a backend.
     """
 
     scheme: Scheme
@@ -42,6 +65,7 @@ class Stream:
     chunks: tuple[QuantizedTensor, ...]
     window: np.ndarray
     dropped: int = 0  # quantized tokens that a sliding window has given up
+    layout: object = Chunks()
 
     @property
     def lengths(self):
@@ -64,8 +88,9 @@ class Stream:
         flush = max(quantized - self.dropped - now[1], 0)
         chunks = self.chunks
         if flush:
-            block = quantize(window[:, fill : fill + flush], self.scheme)
-            chunks = _merge_small((*chunks, block))
+            chunks = self.layout.append(
+                chunks, window[:, fill : fill + flush], self.scheme
+            )
         return replace(
             self,
             sinks=np.concatenate([self.sinks, window[:, :fill]], axis=-2),
@@ -103,10 +128,10 @@ class Stream:
         for piece in (self.sinks, *self.chunks, self.window):
             n = piece.shape[-2]
             a, b = max(start - offset, 0), min(stop - offset, n)
-            if a < b and isinstance(piece, QuantizedTensor):
-                parts.append(cast(piece.dequantize(a, b), dtype))
-            elif a < b:
+            if a < b and isinstance(piece, np.ndarray):
                 parts.append(piece[:, a:b].astype(dtype, copy=False))
+            elif a < b:
+                parts.append(cast(piece.dequantize(a, b), dtype))
             offset += n
         return np.concatenate(parts, axis=-2)
 
@@ -150,12 +175,17 @@ class KVCache:
     sliding_window : W; a query sees the newest W tokens (itself included) and the
         sinks. Blocks that no later query sees are given up at the next `append`.
         None: every token is kept. W must be larger than the policy's residual.
+    layout : where quantized tokens lie. "chunks": packed rows, the reference's.
+        "blocks": as the compiled decode of a CPU reads them (`kernels/cpu/blocks.py`);
+        `attend(q, backend="auto")` then reads them where they are.
 
-    Raises ValueError for an unknown policy, one whose groups span all tokens, or a
-    value_dim or sliding_window that does not fit.
+    Raises ValueError for an unknown policy, one whose groups span all tokens, a
+    value_dim or sliding_window that does not fit, or a layout that cannot hold it.
     """
 
-    def __init__(self, policy_or_name, value_dim=None, sliding_window=None):
+    def __init__(
+        self, policy_or_name, value_dim=None, sliding_window=None, layout="chunks"
+    ):
         self.policy = policy(policy_or_name)
         self.block = self.policy.block
         if (self.policy.value is None) != (value_dim is not None):
@@ -173,7 +203,36 @@ class KVCache:
                 "residual, or None"
             )
         self.sliding_window = W
+        self.layout = layout
+        self._layouts = self._layouts_of_sides(layout)
         self.rows = []  # per sequence: (keys,) or (keys, values), each a Stream
+
+    def _layouts_of_sides(self, name):
+        if name not in LAYOUTS:
+            raise ValueError(f"layout={name!r}; valid: {', '.join(LAYOUTS)}")
+        if name == "chunks":
+            return [Chunks()] * len(self.policy.schemes)
+        if self.sliding_window is not None:
+            W = self.sliding_window
+            raise ValueError(f"layout='blocks' with sliding_window={W}; valid: None")
+        from kvq.kernels.cpu.blocks import layouts
+
+        return layouts(self.policy)
+
+    def with_layout(self, layout):
+        """A cache of the same tokens, codes and scales in another layout.
+
+        Raises ValueError for a layout that is unknown or cannot hold them.
+        """
+        other = KVCache(self.policy, self.value_dim, self.sliding_window, layout)
+        for row in self.rows:
+            streams = []
+            for stream, kind in zip(row, other._layouts, strict=True):
+                kind.check_head_dim(stream.window.shape[-1])
+                chunks = kind.convert(stream.chunks)
+                streams.append(replace(stream, chunks=chunks, layout=kind))
+            other.rows.append(tuple(streams))
+        return other
 
     # --- what is there ----------------------------------------------------------------
     @property
@@ -293,10 +352,13 @@ class KVCache:
 
     def _new_row(self, tensors):
         row = []
-        for x, scheme in zip(tensors, self.policy.schemes, strict=True):
+        for x, scheme, layout in zip(
+            tensors, self.policy.schemes, self._layouts, strict=True
+        ):
             H, D = x.shape[1], x.shape[3]
+            layout.check_head_dim(D)
             empty = np.empty((H, 0, D), _window_dtype(x))
-            row.append(Stream(scheme, empty, (), empty))
+            row.append(Stream(scheme, empty, (), empty, layout=layout))
         return tuple(row)
 
     # --- shrinking and rearranging ----------------------------------------------------
@@ -348,16 +410,24 @@ class KVCache:
         for start in range(0, T, tile or max(T, 1)):
             yield self._read(row, start, min(start + (tile or T), T), np.float32)
 
-    def attend(self, q, *, tile=256, mask=None, **options):
+    def attend(self, q, *, tile=256, mask=None, backend=None, **options):
         """Attention of q over the cache; the queries are the newest tokens.
 
         q : (B, H_q, T_q, D), or (H_q, T_q, D) for a single sequence.
         tile : tokens dequantized at a time; None dequantizes the whole cache first.
         mask : bool, True = see, over stored tokens; (T,) or broadcastable to
             (B, H_q, T_q, T) with T = len(cache).
+        backend : None is this reference, in float64. "auto" or the name of a backend of
+            `kernels/`: its result, in float32; it has no `tile`, and says so if it
+            cannot do this policy.
         options : scale, causal (True), softcap, sink_logits, as `attention.decode`.
         Returns float64 (..., H_q, T_q, D_v). A sequence without tokens gives zeros.
         """
+        if backend is not None:
+            from kvq.kernels import backend as find
+
+            options |= {} if mask is None else {"mask": mask}
+            return find(backend, "decode", self.policy).decode(q, self, **options)
         q = as_float_array(q, "q")
         batched = q[None] if q.ndim == 3 else q
         if batched.ndim != 4 or not len(batched) == len(self.rows) > 0:

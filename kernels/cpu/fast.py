@@ -1,7 +1,7 @@
-"""Decode attention with integer dot products: a cache in blocks, threads, a merge.
+"""Decode attention over blocks of codes: what is supported, threads, the merge.
 
-    prepared = prepare(cache)            the codes in the layout of `blocks.py`, once
-    out = decode(q, prepared)            as often as needed
+    cache = KVCache("kivi-4", layout="blocks")      codes go into blocks as they come
+    out = decode(q, cache)                          or cache.attend(q, backend="auto")
 
 The work is cut into tasks, a split of the tokens of one KV head each. How many depends
 on the cache alone, and their results are merged in their order: the number of threads
@@ -10,213 +10,218 @@ never changes a bit of the output.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
+from kvq.cache import KVCache
 from kvq.dtypes import as_float_array
-from kvq.kernels.cpu import blocks, simd
-from kvq.kernels.cpu.dots import LOG2E, Exact, Partials, Side, attend_tasks
-from kvq.kernels.decode.gather import gather
-from kvq.kernels.host import Version, first_invalid, invalid
-from kvq.kernels.layouts import from_words
+from kvq.kernels.cpu import simd
+from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge
+from kvq.kernels.cpu.blocks import UNIT
 from kvq.quantizer import integer_levels
 
+LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
 SPLIT = 64  # blocks of a split: 4096 tokens
-CANONICAL = Version("v4", "cpu/fast")
-LIMITS = {
-    "bits": blocks.BITS,
-    "levels": ("symmetric", "asymmetric"),
-    "scale_dtype": ("float16",),
-    "transform": (None,),
-}
-GROUPS = {"channel": (32, 64, 128), "token": (None, 32, 64, 128, 256)}
-PER = {"key": ("token", "channel"), "value": ("token",)}
+WORTH_A_THREAD = 2**16  # numbers of K and V: below, waking one costs more than it saves
+VERSIONS = ("v3", "v4")
 
 
-def unavailable():
-    """None, or why this CPU cannot run it."""
-    if not simd.available():
+# --- what is supported ----------------------------------------------------------------
+def unavailable(version="v4"):
+    """None, or why this CPU cannot run a version."""
+    if version == "v4" and not simd.available():
         return "the CPU lacks AVX-512 VNNI"
     return None
 
 
-def unsupported(policy, D=None):
-    """None, or why a cache of this policy and head dimension cannot be prepared."""
-    if policy.value is None:
-        return "value=None (a latent cache); valid: a Scheme"
-    for side in ("key", "value"):
-        scheme = getattr(policy, side)
-        reason = first_invalid(scheme, {**LIMITS, "per": PER[side]})
-        reason = reason or invalid("group", scheme.group, GROUPS[scheme.per])
-        if reason:
-            return f"{side}: {reason}"
-    if D is not None and D % 32:
-        return f"D={D}; valid: multiples of 32"
-    return None
+def version_for(policy):
+    """The version for a policy: "v4" where the CPU has it and no code has 8 bits.
 
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """A cache in blocks. B, H_kv : sequences and KV heads.
-
-    tokens : int64 (B H_kv,), quantized ones. keys, values : `dots.Side`; exact :
-    `dots.Exact`.
+    Queries and weights of 8 bits add an error of about 1 %, which is nothing beside
+    codes of 4 bits and as much as that of codes of 8.
     """
-
-    B: int
-    H_kv: int
-    D: int
-    tokens: np.ndarray
-    keys: tuple
-    values: tuple
-    exact: tuple
-
-    @property
-    def nbytes(self):
-        """Bytes of everything that a decode step reads."""
-        sides = (self.keys, self.values)
-        arrays = [a for s in sides for a in (s.codes, s.scale, *[s.zero] * s.has_zero)]
-        return sum(a.nbytes for a in (*arrays, self.exact.k, self.exact.v))
+    few = all(scheme.bits < 8 for scheme in policy.schemes)
+    return "v4" if few and unavailable("v4") is None else "v3"
 
 
-def prepare(cache):
-    """A KVCache in blocks, to be decoded many times.
-
-    Raises ValueError for an empty cache, or what `unsupported` names.
-    """
-    gathered = gather(cache, CANONICAL)
-    B, H_kv, _, _, D = gathered.shape
-    reason = unsupported(cache.policy, D)
-    if reason:
-        raise ValueError(f"integer dot products do not support {reason}")
-    exact = [
-        side.exact.astype(np.float32).reshape(B * H_kv, -1, D)
-        for side in (gathered.k, gathered.v)
-    ]
-    coded, in_full = np.repeat(gathered.lengths.astype(np.int64), H_kv, axis=0).T
-    keys, values = _keys(gathered.k, B * H_kv, D), _values(gathered.v, B * H_kv, D)
-    return Prepared(
-        B, H_kv, D, coded.copy(), keys, values, Exact(*exact, in_full.copy())
-    )
-
-
-def _keys(side, N, D):
-    piece = blocks.key_piece(side.scheme)
-    return _side(side, N, D, piece, blocks.pack_keys)
-
-
-def _values(side, N, D):
-    piece = blocks.value_piece(side.scheme, D)
-    return _side(side, N, D, piece, blocks.pack_values)
-
-
-def _side(side, N, D, piece, pack):
-    """A `dots.Side` of a gathered one."""
-    scheme = side.scheme
-    codes = from_words(side.codes, scheme.bits, D).reshape(N, -1, D)
-    metadata = [
-        np.zeros((1, 1, 1), np.uint16)
-        if a is None
-        else np.ascontiguousarray(a).view(np.uint16).reshape(N, *a.shape[2:])
-        for a in (side.scale, side.zero)
-    ]
-    return Side(
-        pack(codes, scheme.bits, piece),
-        *metadata,
-        scheme.bits,
-        min(scheme.group or D, D) if scheme.per == "token" else scheme.group,
-        piece,
-        int(scheme.per == "channel"),
-        int(scheme.has_zero),
-        integer_levels(scheme)[2],
-    )
-
-
-def decode(q, cache, *, scale=None, softcap=None, sink_logits=None, threads=None):
+# --- decode ---------------------------------------------------------------------------
+def decode(
+    q,
+    cache,
+    *,
+    scale=None,
+    softcap=None,
+    sink_logits=None,
+    version=None,
+    query_terms=1,
+    threads=None,
+):
     """Attention of one query token of each sequence: float32 of the shape of q.
 
-    q : (B, H_q, 1, D), or (H_q, 1, D) for a single sequence. cache : a `Prepared`, or a
-    KVCache. threads : at most so many (default: one for each core that the process
-    may use). Raises TypeError or ValueError.
+    q : (B, H_q, 1, D), or (H_q, 1, D) for a single sequence.
+    cache : a KVCache with layout="blocks"; another is put into blocks, every time.
+    version : "v3", "v4" or None (see `version_for`).
+    query_terms : of v4, 1 or 2; bytes that stand for a number of the query.
+    threads : at most so many (default: one for each core that the process may use).
+    Raises TypeError or ValueError; RuntimeError for a version that cannot run here.
     """
-    cache = cache if isinstance(cache, Prepared) else prepare(cache)
+    rows = in_blocks(cache).rows
     q = as_float_array(q, "q")
-    H_q = _checked_heads(q, cache)
-    N, R = cache.B * cache.H_kv, H_q // cache.H_kv
-    scale = cache.D**-0.5 if scale is None else scale
-    rows = (q.astype(np.float32) * np.float32(scale)).reshape(N, R, cache.D)
-    longest = -(-int(cache.tokens.max(initial=0)) // blocks.UNIT)
-    splits = max(-(-longest // SPLIT), 1)
-    partials = _partials(N * splits, R, cache.D)
-    work = rows, cache.tokens, cache.keys, cache.values, cache.exact
-    _run(N * splits, threads, splits, *work, np.float32(softcap or 0), partials)
-    return _merge(partials, splits, sink_logits, cache.B).reshape(q.shape)
-
-
-def _checked_heads(q, cache):
-    """H_q. Raises ValueError for queries that do not fit."""
-    B = 1 if q.ndim == 3 else len(q)
-    if q.ndim not in (3, 4) or B != cache.B or q.shape[-2] != 1:
-        raise ValueError(f"q {q.shape}; expected ({cache.B}, H_q, 1, {cache.D})")
-    H_q = q.shape[-3]
-    if H_q < 1 or H_q % cache.H_kv or q.shape[-1] != cache.D:
-        raise ValueError(
-            f"q {q.shape}; expected H_q a multiple of {cache.H_kv} (KV heads) and "
-            f"D = {cache.D}"
-        )
-    return H_q
-
-
-def _partials(tasks, R, D):
-    """Room for the results: the dot products take one head, or a multiple of 4."""
-    heads = R if R == 1 else -(-R // 4) * 4
-    shapes = (tasks, heads), (tasks, heads), (tasks, heads, D)
-    return Partials(*(np.zeros(shape, np.float32) for shape in shapes)), R
-
-
-def _run(tasks, threads, splits, *work):
-    """The tasks, in contiguous parts, one for each thread."""
-    *work, (partials, _) = work
-    count = min(threads or len(os.sched_getaffinity(0)), tasks)
-    cuts = [tasks * i // count for i in range(count + 1)]
-    parts = list(pairwise(cuts))
-    if count == 1:
-        return attend_tasks(*parts[0], splits, *work, partials)
-    jobs = [
-        _pool(count).submit(attend_tasks, *part, splits, *work, partials)
-        for part in parts[1:]
+    R = _heads_per_kv_head(q, rows)
+    terms = _terms(version or version_for(cache.policy), query_terms)
+    D = q.shape[-1]
+    scale = LOG2E * np.float32(D**-0.5 if scale is None else scale)
+    queries = np.ascontiguousarray(q.astype(np.float32) * scale).reshape(
+        len(rows), -1, R, D
+    )
+    sinks = _sinks(sink_logits, queries.shape[1:3])
+    work = [
+        _Row(row, rows_q, terms, LOG2E * np.float32(softcap or 0))
+        for row, rows_q in zip(rows, queries, strict=True)
     ]
-    attend_tasks(*parts[0], splits, *work, partials)
+    _run(work, threads)
+    out = np.empty_like(queries)
+    for row, o in zip(work, out, strict=True):
+        merge(*row.results, sinks, o)
+    return out.reshape(q.shape)
+
+
+def in_blocks(cache):
+    """The cache itself if its tokens lie in blocks, else one of the same tokens.
+
+    Raises TypeError for anything but a KVCache; ValueError for an empty one or for
+    what `unsupported` names.
+    """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is {type(cache).__name__}; expected KVCache")
+    if not cache.rows:
+        raise ValueError("the cache holds no sequences (append first)")
+    if cache.layout == "blocks":
+        return cache
+    return cache.with_layout("blocks")
+
+
+def _heads_per_kv_head(q, rows):
+    """Raises ValueError for queries that do not fit."""
+    H_kv, _, D = rows[0][0].window.shape
+    B = 1 if q.ndim == 3 else len(q)
+    if q.ndim not in (3, 4) or len(rows) != B or q.shape[-2] != 1:
+        raise ValueError(f"q {q.shape}; expected ({len(rows)}, H_q, 1, {D})")
+    H_q = q.shape[-3]
+    if H_q < 1 or H_q % H_kv or q.shape[-1] != D:
+        raise ValueError(
+            f"q {q.shape}; expected H_q a multiple of {H_kv} (KV heads) and D = {D}"
+        )
+    return H_q // H_kv
+
+
+def _terms(version, query_terms):
+    """How many bytes stand for a number of the query; 0: the number itself."""
+    if version not in VERSIONS:
+        raise ValueError(f"unknown version {version!r}; valid: {', '.join(VERSIONS)}")
+    if query_terms not in (1, 2):
+        raise ValueError(f"query_terms={query_terms!r}; valid: 1, 2")
+    if reason := unavailable(version):
+        raise RuntimeError(f"{version} cannot run here: {reason}")
+    return query_terms if version == "v4" else 0
+
+
+def _sinks(sink_logits, heads):
+    if sink_logits is None:
+        return np.zeros((heads[0], 0), np.float32)
+    return (LOG2E * np.asarray(sink_logits, np.float32)).reshape(heads)
+
+
+class _Row:
+    """The tasks of one sequence, and where their results go."""
+
+    def __init__(self, row, q, terms, softcap):
+        tokens = row[0].lengths[1]
+        H, R, D = q.shape
+        self.splits = max(-(-tokens // UNIT) // SPLIT, 1)
+        self.count = H * self.splits
+        self.numbers = 2 * H * D * sum(row[0].lengths)
+        splits = H, self.splits, R
+        self.results = tuple(
+            np.empty(n, np.float32) for n in (splits, splits, (*splits, D))
+        )
+        keys, values = map(_store, row)
+        self.arguments = (
+            self.splits,
+            Shape(R, R if R == 1 else -(-R // 4) * 4, D, terms),
+            q,
+            tokens,
+            keys.arrays,
+            values.arrays,
+            (_settings(keys.scheme, D), _settings(values.scheme, D)),
+            tuple(map(_exact, row)),
+            softcap,
+            self.results,
+        )
+
+    def run(self, first, last):
+        attend_tasks(first, last, *self.arguments)
+
+
+def _store(stream):
+    """The Store of a stream; an empty one where nothing is quantized yet."""
+    H, _, D = stream.window.shape
+    (blocks,) = stream.chunks or (stream.layout.empty(stream.scheme, H, 0, D),)
+    return blocks.store
+
+
+@lru_cache
+def _settings(scheme, D):
+    group = scheme.group if scheme.per == "channel" else min(scheme.group or D, D)
+    per_channel = int(scheme.per == "channel")
+    offset = integer_levels(scheme)[2]
+    return Settings(scheme.bits, group, per_channel, int(scheme.has_zero), offset)
+
+
+def _exact(stream):
+    """Sinks and window, float32 (H, E, D). The newest query sees all of them, so that
+    their order does not matter."""
+    sinks, window = stream.sinks, stream.window
+    H, W, D = window.shape
+    exact = np.empty((H, sinks.shape[1] + W, D), np.float32)
+    exact[:, : sinks.shape[1]], exact[:, sinks.shape[1] :] = sinks, window
+    return exact
+
+
+# --- threads --------------------------------------------------------------------------
+def _run(rows, threads):
+    """All tasks of all rows; threads take parts of them until none is left."""
+    total = sum(row.numbers for row in rows)
+    cores = threads or len(os.sched_getaffinity(0))
+    count = max(min(cores, total // WORTH_A_THREAD), 1)
+    if count == 1:
+        for row in rows:
+            row.run(0, row.count)
+        return
+    parts = iter(_parts(rows, total / (4 * count)))
+    jobs = [_pool(count).submit(_work, parts) for _ in range(count - 1)]
+    _work(parts)
     for job in jobs:
         job.result()
-    return None
+
+
+def _parts(rows, size):
+    """(row, first, last) of about `size` numbers each."""
+    parts = []
+    for row in rows:
+        step = max(int(row.count * size / max(row.numbers, 1)), 1)
+        for first in range(0, row.count, step):
+            parts.append((row, first, min(first + step, row.count)))
+    return parts
+
+
+def _work(parts):
+    for row, first, last in parts:  # an iterator gives each part to one thread only
+        row.run(first, last)
 
 
 @lru_cache(maxsize=4)
 def _pool(threads):
     """Threads that wait for work: to start them would cost more than short contexts."""
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="kvq-decode")
-
-
-#     M = max_i m_i    l = sum_i l_i 2^(m_i - M)    o = sum_i o_i 2^(m_i - M) / l
-def _merge(results, splits, sink_logits, B):
-    """(N, R, D) of partial results, in the order of the splits."""
-    (m, l, o), R = results  # noqa: E741
-    N, D = len(m) // splits, o.shape[-1]
-    m, l = (a[:, :R].reshape(N, splits, R) for a in (m, l))  # noqa: E741
-    o = o[:, :R].reshape(N, splits, R, D)
-    M = m.max(axis=1)
-    if sink_logits is not None:
-        sinks = np.asarray(sink_logits, np.float32) * LOG2E
-        sinks = np.broadcast_to(sinks.reshape(1, -1), (B, sinks.size)).reshape(N, R)
-        M = np.maximum(M, sinks)
-    weight = np.exp2(m - M[:, None])
-    total, out = (l * weight).sum(axis=1), (o * weight[..., None]).sum(axis=1)
-    if sink_logits is not None:
-        total += np.exp2(sinks - M)
-    return np.divide(
-        out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0
-    )

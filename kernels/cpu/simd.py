@@ -1,37 +1,97 @@
 """What Numba has no function for, as LLVM's intermediate representation.
 
-The two large ones are dot products of bytes, by the instruction `vpdpbusd` of AVX-512
-VNNI: 64 products of an unsigned and a signed byte, added in fours to sixteen 32-bit
-sums. Four bytes that belong together are a *word* here; a register has 16 lanes of one
-word each, and a word of codes holds `8 / bits` *planes* of four codes.
+The large ones multiply rows with a matrix of codes. A vector has 16 lanes of one *word*
+each, four bytes that belong together; a word of codes holds `8 / bits` *planes* of four
+codes, and a *panel* is a matrix of words with 32 lanes (see `blocks.py`).
+
+    numbers    a code becomes a float32 and meets float32 rows. LLVM has vectors of any
+               width and cuts them into what the CPU has: this runs everywhere.
+    bytes      rows of bytes meet the codes as they are, by the instruction `vpdpbusd`
+               of AVX-512 VNNI: 64 products of an unsigned and a signed byte, added in
+               fours to sixteen 32-bit sums.
+
+Their sums stay in registers from the first row of codes to the last. (Loops in Python
+over the same layout vectorize, too, but keep the sums in memory.)
 """
 
-import numpy as np
+from functools import lru_cache
+
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+from numpy import float32, int32
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
+NO_NUMBERS = ir.Constant(FLOATS, [0.0] * LANES)
 
 
+@lru_cache
 def available():
-    """Whether this CPU has the instruction: without it the kernels would crash."""
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512vnni")) and bool(features.get("avx512bw"))
+    """Whether Numba compiles for a CPU that has the instruction, as this one must."""
+    named = config.CPU_FEATURES  # set by hand, or None
+    features = (named or binding.get_host_cpu_features().flatten()).split(",")
+    return {"+avx512vnni", "+avx512bw"} <= set(features)
 
 
 # --- small ones -----------------------------------------------------------------------
 @intrinsic
+def address(typing, array):
+    """Where a contiguous array begins, in bytes. The array must outlive its use."""
+
+    def codegen(context, b, signature, args):
+        data = context.make_array(signature.args[0])(context, b, args[0]).data
+        return b.ptrtoint(data, I64)
+
+    return types.intp(array), codegen
+
+
+def _row_intrinsic(dtype):
+    @intrinsic
+    def row(typing, memory, start, n):
+        """The numbers start .. start + n - 1 from an address on, as an array.
+
+        It has no reference count. A slice has: two atomic operations each time, which
+        took more time than loops over 64 numbers, and far more with two threads.
+        """
+        kind = types.Array(dtype, 1, "C")
+
+        def codegen(context, b, signature, args):
+            out = context.make_array(kind)(context, b)
+            width = context.get_abi_sizeof(context.get_data_type(dtype))
+            step = context.get_constant(types.intp, width)
+            data = b.inttoptr(b.add(args[0], b.mul(args[1], step)), out.data.type)
+            populate_array(
+                out,
+                data=data,
+                shape=[args[2]],
+                strides=[step],
+                itemsize=step,
+                meminfo=None,
+            )
+            return out._getvalue()
+
+        return kind(types.intp, types.intp, types.intp), codegen
+
+    return row
+
+
+floats, words, halves, signed_bytes = map(
+    _row_intrinsic, (types.float32, types.uint32, types.uint16, types.int8)
+)
+
+
+@intrinsic
 def half_to_float(typing, bits):
     """The float32 of a binary16 number, given as its uint16 bits."""
 
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), F32)
+    def codegen(context, b, signature, args):
+        return b.fpext(b.bitcast(args[0], ir.HalfType()), F32)
 
     return types.float32(types.uint16), codegen
 
@@ -40,8 +100,8 @@ def half_to_float(typing, bits):
 def round_even(typing, x):
     """The nearest integer, half to even, as float32; unlike `round` it vectorizes."""
 
-    def codegen(context, builder, signature, args):
-        return builder.call(builder.module.declare_intrinsic("llvm.rint", [F32]), args)
+    def codegen(context, b, signature, args):
+        return b.call(b.module.declare_intrinsic("llvm.rint", [F32]), args)
 
     return types.float32(types.float32), codegen
 
@@ -61,128 +121,135 @@ def larger(typing, a, b):
 def float_of_bits(typing, bits):
     """The float32 with these bits."""
 
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
+    def codegen(context, b, signature, args):
+        return b.bitcast(args[0], F32)
 
     return types.float32(types.int32), codegen
-
-
-@intrinsic
-def address(typing, array):
-    """Where an array begins, as an integer."""
-
-    def codegen(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, I64)
-
-    return types.intp(array), codegen
 
 
 # 2^x = 2^n 2^f,  n = round(x), |f| <= 1/2,  2^f by its Taylor polynomial of degree 6
 @njit(inline="always", fastmath=True)
 def exp2(x):
     """2^x of float32 x <= 0; 2^-126 for smaller ones. Relative error 2e-7."""
-    x = larger(x, np.float32(-126))
+    x = larger(x, float32(-126))
     n = round_even(x)
     f = x - n
-    p = np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.33335581e-3)
-    p = p * f + np.float32(9.61812910e-3)
-    p = p * f + np.float32(5.55041087e-2)
-    p = p * f + np.float32(2.40226507e-1)
-    p = p * f + np.float32(6.93147181e-1)
-    p = p * f + np.float32(1)
-    return float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23)) * p
+    p = float32(1.5403530e-4)
+    p = p * f + float32(1.33335581e-3)
+    p = p * f + float32(9.61812910e-3)
+    p = p * f + float32(5.55041087e-2)
+    p = p * f + float32(2.40226507e-1)
+    p = p * f + float32(6.93147181e-1)
+    p = p * f + float32(1)
+    return float_of_bits((int32(n) + int32(127)) << int32(23)) * p
 
 
-# --- dot products of bytes ------------------------------------------------------------
-#     out[h, t] = sum_d query[h, d] code[t, d]
-@intrinsic(prefer_literal=True)
-def dot_keys(typing, bits, heads, vectors, words, keys, query, stride, out, out_stride):
-    """Scores of 16 * `vectors` tokens for `heads` queries, int32.
+# --- rows times codes -----------------------------------------------------------------
+#     out[h, lane]  =  scale[h] sum_i row[h, i] code[i, lane] + constant[h]
+#     out[h, lane] +=  ...                                      (values)
+def _rows_times_codes(kind, accumulate):
+    """An intrinsic; kind: rows are "numbers" or "bytes". Values are accumulated, and
+    their codes of 8 bits are signed bytes."""
 
-    keys : address of codes (words, tokens, 4) bytes; plane c of word j and byte b is
-        channel 4 j planes + 4 c + b. query : address of int8 (heads, stride).
-    out : address of int32 (heads, out_stride), written.
-    """
-    n, H, V = (x.literal_value for x in (bits, heads, vectors))
+    @intrinsic(prefer_literal=True)
+    def multiply(
+        typing, heads, panels, bits, rows, codes, row, n, scale, constant, out, m
+    ):
+        """`heads` rows of n numbers times the codes of consecutive panels.
 
-    def codegen(context, b, signature, args):
-        words, keys, query, stride, out, out_stride = args[3:]
+        bits : of a code. codes : address of words uint32 (panels, rows, 32). row :
+        address of float32 or bytes (heads, n), of which the first 32 / bits * rows are
+        used. scale, constant : addresses of float32 (heads,). out : of (heads, m), of
+        which the first 32 * panels are written, or added to.
+        """
+        H, V = heads.literal_value, 2 * panels.literal_value
 
-        def factors(codes, four):
-            return codes, four
-
-        total = _dots(b, n, H, V, words, keys, query, stride, factors)
-        for h in range(H):
-            row = b.add(out, b.mul(out_stride, I64(4 * h)))
-            for v in range(V):
-                place = _pointer(b, row, 64 * v, WORDS)
-                b.store(b.load(total[h][v]), place).align = 4
-        return context.get_dummy_value()
-
-    return types.void(bits, heads, vectors, *[types.intp] * 6), codegen
-
-
-#     out[h, c] += scale[h] sum_t weight[h, t] code[t, c]
-@intrinsic(prefer_literal=True)
-def dot_values(
-    typing, bits, heads, vectors, words, values, weights, stride, scale, out, out_stride
-):
-    """The weighted sum of values, 16 * `vectors` channels, for `heads` queries.
-
-    values : address of codes (words, channels, 4) bytes; plane c of word j and byte b
-        is token 4 j planes + 4 c + b. weights : address of uint8 (heads, stride).
-    scale : address of float32 (heads,). out : float32 (heads, out_stride), added to.
-    """
-    n, H, V = (x.literal_value for x in (bits, heads, vectors))
-
-    def codegen(context, b, signature, args):
-        words, values, weights, stride, scale, out, out_stride = args[3:]
-
-        def factors(codes, four):
-            return four, codes
-
-        total = _dots(b, n, H, V, words, values, weights, stride, factors)
-        for h in range(H):
-            s = _splat(b, _load(b, scale, 4 * h, F32, align=4), FLOATS)
-            row = b.add(out, b.mul(out_stride, I64(4 * h)))
-            for v in range(V):
-                place = _pointer(b, row, 64 * v, FLOATS)
-                old = b.load(place)
-                old.align = 4
-                product = b.fmul(b.sitofp(b.load(total[h][v]), FLOATS), s)
-                b.store(b.fadd(old, product), place).align = 4
-        return context.get_dummy_value()
-
-    return types.void(bits, heads, vectors, *[types.intp] * 7), codegen
-
-
-def _dots(b, bits, H, V, words, codes, rows, stride, factors):
-    """Sums (H, V) of registers: every code times the number of its row `h`."""
-    planes = 8 // bits
-    total = [
-        [cgutils.alloca_once_value(b, _words(0)) for _ in range(V)] for _ in range(H)
-    ]
-    for cell in (cell for row in total for cell in row):
-        b.store(_words(0), cell)
-    with cgutils.for_range(b, words) as loop:
-        block = b.add(codes, b.mul(loop.index, I64(64 * V)))
-        fours = b.add(rows, b.mul(loop.index, I64(4 * planes)))
-        packed = [_load(b, block, 64 * v, WORDS) for v in range(V)]
-        for c in range(planes):
-            plane = [_plane(b, word, c, bits) for word in packed]
+        def codegen(context, b, signature, args):
+            bits, rows, codes, row, n, scale, constant, out, m = args[2:]
+            add = {"numbers": _add_numbers, "bytes": _add_bytes}[kind]
+            zero = NO_NUMBERS if kind == "numbers" else _words(0)
+            geometry = bits, rows, codes, row, n
+            total = _sums(b, H, V, zero, add, accumulate, *geometry)
             for h in range(H):
-                place = b.add(fours, b.mul(stride, I64(h)))
-                four = _splat(b, _load(b, place, 4 * c, I32), WORDS)
+                s, c = (_splat(b, _load(b, a, 4 * h, F32)) for a in (scale, constant))
+                line = b.add(out, b.mul(m, I64(4 * h)))
                 for v in range(V):
-                    cell = total[h][v]
-                    b.store(_dot(b, b.load(cell), *factors(plane[v], four)), cell)
+                    x = b.load(total[h][v])
+                    x = x if kind == "numbers" else b.sitofp(x, FLOATS)
+                    x = b.fadd(b.fmul(x, s, flags=["fast"]), c, flags=["fast"])
+                    if accumulate:
+                        x = b.fadd(_load(b, line, 64 * v, FLOATS), x, flags=["fast"])
+                    b.store(x, _pointer(b, line, 64 * v, FLOATS)).align = 4
+            return context.get_dummy_value()
+
+        return types.void(heads, panels, *[types.intp] * 9), codegen
+
+    return multiply
+
+
+key_numbers = _rows_times_codes("numbers", accumulate=False)
+value_numbers = _rows_times_codes("numbers", accumulate=True)
+key_bytes = _rows_times_codes("bytes", accumulate=False)
+value_bytes = _rows_times_codes("bytes", accumulate=True)
+
+
+def _sums(b, H, V, zero, add, values, bits, rows, codes, row, n):
+    """H x V vectors of sums: every code times the number of its row."""
+    total = [[cgutils.alloca_once_value(b, zero) for _ in range(V)] for _ in range(H)]
+    for cell in (cell for vectors in total for cell in vectors):
+        b.store(zero, cell)
+    planes = b.sdiv(I64(8), bits)
+    with cgutils.for_range(b, rows) as outer:
+        start, panel = b.add(codes, b.mul(outer.index, I64(128))), b.mul(rows, I64(128))
+        words = [
+            _load(b, b.add(start, b.mul(panel, I64(v // 2))), 64 * (v % 2), WORDS)
+            for v in range(V)
+        ]
+        with cgutils.for_range(b, planes) as inner:
+            shift = b.trunc(b.mul(inner.index, bits), I32)
+            i = b.add(b.mul(outer.index, planes), inner.index)
+            add(b, total, words, shift, bits, row, b.mul(i, I64(4)), n, values)
     return total
 
 
+def _add_numbers(b, total, words, shift, bits, row, i, n, values):
+    """total + the four codes of a plane times four numbers of each row."""
+    mask = _splat(b, _ones(b, bits))
+    if values:  # from code - 128 back to the code
+        is_byte = b.icmp_signed("==", bits, I64(8))
+        sign = _splat(b, b.select(is_byte, I32(0x80808080 - 2**32), I32(0)))
+        words = [b.xor(w, sign) for w in words]
+    for byte in range(4):
+        by = _splat(b, b.add(shift, I32(8 * byte)))
+        codes = [b.sitofp(b.and_(b.lshr(w, by), mask), FLOATS) for w in words]
+        for h, cells in enumerate(total):
+            at = b.add(row, b.mul(b.add(b.mul(n, I64(h)), i), I64(4)))
+            x = _splat(b, _load(b, at, 4 * byte, F32))
+            for cell, code in zip(cells, codes, strict=True):
+                product = b.fmul(x, code, flags=["fast"])
+                b.store(b.fadd(b.load(cell), product, flags=["fast"]), cell)
+
+
+def _add_bytes(b, total, words, shift, bits, row, i, n, values):
+    """The same for rows of bytes, four products at once.
+
+    The instruction takes an unsigned and a signed factor. Keys are unsigned, and the
+    query signed; values are signed, and the weights unsigned.
+    """
+    mask = _splat(b, b.mul(_ones(b, bits), I32(0x01010101)))
+    planes = [b.and_(b.lshr(w, _splat(b, shift)), mask) for w in words]
+    for h, cells in enumerate(total):
+        at = b.add(row, b.add(b.mul(n, I64(h)), i))
+        four = _splat(b, _load(b, at, 0, I32))
+        for cell, plane in zip(cells, planes, strict=True):
+            factors = (four, plane) if values else (plane, four)
+            b.store(_dot(b, b.load(cell), *factors), cell)
+
+
 def _dot(b, total, unsigned, signed):
-    """total + the four products in each lane."""
+    """total + the four products in each lane; on a CPU that cannot, it is never run."""
+    if not available():
+        return total
     # LLVM 21 changed the type of the factors from words to bytes.
     kind = BYTES if binding.llvm_version_info[0] >= 21 else WORDS
     signature = ir.FunctionType(WORDS, [WORDS, kind, kind])
@@ -191,12 +258,9 @@ def _dot(b, total, unsigned, signed):
     return b.call(dot, [total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)])
 
 
-def _plane(b, word, c, bits):
-    """Plane c of packed codes: four bytes of one code each, in every lane."""
-    if bits == 8:
-        return word
-    mask = int.from_bytes(bytes([2**bits - 1] * 4), "little", signed=True)
-    return b.and_(b.lshr(word, _words(bits * c)), _words(mask))
+def _ones(b, bits):
+    """2^bits - 1"""
+    return b.sub(b.shl(I32(1), b.trunc(bits, I32)), I32(1))
 
 
 def _words(value):
@@ -207,14 +271,14 @@ def _pointer(b, base, offset, kind):
     return b.inttoptr(b.add(base, I64(offset)), ir.PointerType(kind))
 
 
-def _load(b, base, offset, kind, align=1):
+def _load(b, base, offset, kind):
     value = b.load(_pointer(b, base, offset, kind))
-    value.align = align
+    value.align = 4 if kind in (F32, FLOATS) else 1
     return value
 
 
-def _splat(b, x, kind):
+def _splat(b, x):
     """x in every lane."""
-    nothing = ir.Constant(kind, ir.Undefined)
+    nothing = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
     first = b.insert_element(nothing, x, I32(0))
     return b.shuffle_vector(first, nothing, _words(0))

@@ -8,11 +8,12 @@ whose values the tensor's dtype can hold, and `rounded` stands after each operat
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from kvq.dtypes import DTYPES, itemsize, numpy_dtype
-from kvq.formats.base import Format
+from kvq.formats.base import CHUNK, Format
 from kvq.formats.rounding import f32, rne
 
 TENSOR_DTYPES = ("float16", "bfloat16", "float32")
@@ -66,6 +67,33 @@ def minmax_encode(x, axis, bits, dtype):
 def minmax_decode(codes, s, low, dtype):
     """x_hat = s code + min: two operations, two roundings."""
     return rounded(rounded(codes * s, dtype) + low, dtype)
+
+
+# --- a few groups at a time -----------------------------------------------------------
+def parts(shape, along):
+    """Indices of a few groups of a matrix each, which together are all of it.
+
+    Groups lie along axis `along`, 0 or 1. What is computed of so few numbers stays in
+    the processor's cache.
+    """
+    rows, columns = shape
+    groups = rows if along == 1 else columns
+    count = min(-(-rows * columns // CHUNK), groups)
+    slices = [
+        slice(*cut) for cut in pairwise(groups * i // count for i in range(count + 1))
+    ]
+    return slices if along == 1 else [(slice(None), part) for part in slices]
+
+
+def in_parts(function, along, *arrays):
+    """The arrays `function(*arrays)`, computed a few groups at a time.
+
+    Groups lie along axis `along` of all arrays, the largest of which is the first.
+    """
+    results = [
+        function(*(a[part] for a in arrays)) for part in parts(arrays[0].shape, along)
+    ]
+    return [np.concatenate(r, axis=1 - along) for r in zip(*results, strict=True)]
 
 
 # --- packing --------------------------------------------------------------------------
@@ -129,17 +157,24 @@ class GroupedFormat(Format):
     def encode(self, x):
         x = in_dtype(self.check(x), self.dtype)
         self.nbytes(x.shape)
-        codes, scale, offset = self.quantize(self.to_matrix(x))
-        parts = self.pack(codes, x.shape), self._stored(scale), self._stored(offset)
-        return b"".join(part.tobytes() for part in parts)
+        codes, *numbers = self.quantize_all(self.to_matrix(x))
+        pieces = [self.pack(codes, x.shape), *map(self._stored, numbers)]
+        return b"".join(piece.tobytes() for piece in pieces)
+
+    def quantize_all(self, m):
+        """Codes, scales and offsets of a matrix, by `quantize` of a few groups."""
+        return in_parts(self.quantize, self.groups_along, m)
 
     def decode(self, data, shape):
         data = self.check_bytes(data, shape)
         end = self.packed_bytes(shape)
         codes = self.unpack(data[:end], shape)
         scale, offset = self.numbers(data[end:])
+        m = np.empty(codes.shape, f32)
         with np.errstate(over="ignore", invalid="ignore"):  # bytes may hold inf or NaN
-            return self.from_matrix(self.dequantize(codes, scale, offset), shape)
+            for n in parts(m.shape, self.groups_along):
+                m[n] = self.dequantize(codes[n], scale[n], offset[n])
+        return self.from_matrix(m, shape)
 
     def _stored(self, x):
         return x.astype(numpy_dtype(self.dtype))

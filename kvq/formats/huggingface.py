@@ -5,7 +5,8 @@ objects; the bytes here are their arrays one after the other: packed codes, scal
 offsets. Equal arrays are the contract, on a CPU:
 
     quanto   decode and encode exact (CUDA divides by a constant through its reciprocal)
-    hqq      decode exact; encode exact but for the order in which a mean is summed
+    hqq      decode exact; encode exact but for the order in which a mean is summed,
+             and the last place of a power
     fp8      exact
 
 The library's words "per channel" mean its axis -1 (quanto) and nothing in HQQ: axis 0,
@@ -18,6 +19,8 @@ hqq/core/{quantize,optimize,bitpack}.py.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from kvq.formats.base import Facts, Format
 from kvq.formats.grouped import (
     GroupedFormat,
     in_dtype,
+    in_parts,
     minmax_decode,
     minmax_encode,
     pack_rows,
@@ -40,6 +44,12 @@ from kvq.scheme import Scheme
 QUANTO = "optimum-quanto 0.2.7"
 HQQ = "hqq 0.2.8.post1"
 TRANSFORMERS = "transformers 5.24.0"
+
+# Numbers from which a refinement pays for importing Numba (and, once, compiling).
+LARGE = 2**20
+# Fewer groups than these are not worth separating from those that are done. (NumPy
+# would also add up a single column in another order.)
+FEW = 64
 
 
 class RowPacked(GroupedFormat):
@@ -155,10 +165,17 @@ class Hqq(RowPacked):
     def from_matrix(self, m, shape):
         return m.reshape(shape)
 
+    def quantize_all(self, m):
+        return self.quantize(m)  # all groups end their refinement together
+
     def quantize(self, m):
-        s, z = self.scale_and_zero(m)
+        along = self.groups_along
+        s, z = in_parts(self.scale_and_zero, along, m)
         if self.optimize:
             z = self.refine(m, s, z)
+        return in_parts(self.as_stored, along, m, s, z)
+
+    def as_stored(self, m, s, z):
         codes = self.codes(m, s, z).astype(np.uint8)
         return codes, rounded(f32(1) / s, self.dtype), rounded(z, self.dtype)
 
@@ -190,28 +207,39 @@ class Hqq(RowPacked):
             e = x - x_hat,    e' = sign(e) max(|e| - |e|^(p - 1) / beta, 0)
 
         e' keeps the large errors of e and drops the small ones: minimizing
-        ||e||_p^p, p < 1, by half-quadratic splitting.
+        ||e||_p^p, p < 1, by half-quadratic splitting. A group whose z stays is done;
+        once half of them are, only the others (`moving`) go on.
         """
-        other = 1 - self.groups_along
-        z, best, size = z.copy(), np.inf, np.empty_like(m)
-        moving = np.arange(m.shape[other])  # a group whose z stays is done
+        step, other = self.fastest_step(m), 1 - self.groups_along
+        x, (s, z), shape = m, (s.ravel(), z.flatten()), z.shape
+        moving, size, best = np.arange(z.size), np.empty_like(z), np.inf
         for _ in range(self.iterations):
-            still = []
-            for part in self.parts(moving):
-                at = (slice(None), part) if other else part
-                before = z[at]
-                z[at], size[at] = self.refine_once(
-                    *(np.take(a, part, other) for a in (m, s, z))
-                )
-                still.append(part[(z[at] != before).ravel()])
-            moving, error = np.concatenate(still), size.mean()
+            before = z[moving]
+            z[moving], size[moving] = step(x, s, before)
+            error = size.mean()
             if error >= best:
                 break
-            best = error
-        return z
+            best, moves = error, z[moving] != before
+            if FEW <= np.count_nonzero(moves) <= len(moves) / 2:
+                moving, s, x = moving[moves], s[moves], np.compress(moves, x, other)
+        return z.reshape(shape)
 
-    def refine_once(self, x, s, z):
-        """The next z, and |e|, of whole groups."""
+    def fastest_step(self, m):
+        """`step`, or what Numba made of it where that is installed and pays."""
+        if m.size < LARGE or self.group != 64 or find_spec("numba") is None:
+            return self.step
+        from kvq.formats import hqq_refine
+
+        top = 2**self.bits - 1
+        return partial(hqq_refine.step, along=self.groups_along, top=top)
+
+    def step(self, x, s, z):
+        """(the next z, mean |e|) of each group of x; s, z and these: (groups,)."""
+        along = self.groups_along
+        s, z = np.expand_dims((s, z), along + 1)
+        return [a.ravel() for a in in_parts(self.step_of_few, along, x, s, z)]
+
+    def step_of_few(self, x, s, z):
         codes = self.codes(x, s, z)
         e = codes - z
         e /= s
@@ -220,21 +248,20 @@ class Hqq(RowPacked):
         shrunk = np.subtract(x, self.shrink(e, size), out=e)
         shrunk *= s
         codes -= shrunk
-        return codes.mean(self.groups_along, keepdims=True), size
-
-    def parts(self, groups):
-        """So few groups at a time that what is computed stays in the cache."""
-        step = max(2**14 // self.group, 1)
-        return [groups[i : i + step] for i in range(0, len(groups), step)] or [groups]
+        return [a.mean(self.groups_along, keepdims=True) for a in (codes, size)]
 
     def shrink(self, e, size):
         """e' = sign(e) max(|e| - |e|^(p - 1) / beta, 0).  size : |e|."""
-        with np.errstate(divide="ignore"):  # 0^(p - 1) is inf, and e' is 0
-            less = np.power(size, f32(self.p - 1))
+        less = self.power(size)
         less *= f32(1 / self.beta)
         np.subtract(size, less, out=less)
         np.maximum(less, 0, out=less)
         return np.copysign(less, e, out=less)
+
+    def power(self, size):
+        """|e|^(p - 1)."""
+        with np.errstate(divide="ignore"):  # 0^(p - 1) is inf, and e' is 0
+            return np.power(size, f32(self.p - 1))
 
     def dequantize(self, codes, scale, offset):
         return rounded(rounded(codes - offset, self.dtype) * scale, self.dtype)
@@ -351,7 +378,7 @@ def _hqq(bits, axis):
         "real number of steps, refined",
         "half-even, float32",
         _WINDOW,
-        "arrays of hqq on a CPU, but for the order of a mean",
+        "arrays of hqq on a CPU, but for a mean's order and a power's last place",
         "hqq/core",
     )
     return Hqq(f"hf:hqq-int{bits}-axis{axis}", HQQ, facts, bits=bits, axis=axis)

@@ -12,7 +12,14 @@ from plain import uneven
 
 from kvq.cache import KVCache
 from kvq.dtypes import cast
-from kvq.formats.grouped import pack_rows, rounded, unpack_rows
+from kvq.formats.grouped import (
+    in_parts,
+    minmax_encode,
+    pack_rows,
+    rounded,
+    unpack_rows,
+)
+from kvq.formats.grouped import parts as parts_of
 from kvq.formats.huggingface import FORMATS, RequantizingCache, with_dtype
 from kvq.metrics import nmse
 from kvq.samples import real_kv
@@ -174,6 +181,31 @@ def test_pack_rows_fills_missing_rows_with_zeros(rows):
         int(c).bit_count() for c in codes.ravel()
     )
     np.testing.assert_array_equal(unpack_rows(words, shifts, 3, rows), codes)
+
+
+# --- a few groups at a time -----------------------------------------------------------
+@pytest.mark.parametrize("along", [0, 1])
+@pytest.mark.parametrize("groups", [1, 3, 1023, 1024, 1025, 5000])
+def test_parts_are_the_whole(groups, along):
+    shape = (groups, 64) if along == 1 else (64, groups)
+    count = np.zeros(shape, int)
+    sizes = []
+    for part in parts_of(shape, along):
+        count[part] += 1
+        sizes.append(count[part].size)
+    np.testing.assert_array_equal(count, 1)
+    assert max(sizes) <= 2**16
+    assert max(sizes) - min(sizes) <= 64  # none is left alone
+
+
+@pytest.mark.parametrize("along", [0, 1])
+def test_groups_come_out_alike_alone_and_in_parts(along):
+    m = np.random.default_rng(0).standard_normal((64, 64 * 50)).astype(np.float32)
+    m = m if along == 0 else m.reshape(-1, 64)
+    whole = minmax_encode(m, along, 4, "float16")
+    split = in_parts(lambda m: minmax_encode(m, along, 4, "float16"), along, m)
+    for a, b in zip(whole, split, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 # --- which numbers share a scale ------------------------------------------------------

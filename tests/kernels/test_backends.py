@@ -361,7 +361,7 @@ def test_any_number_of_query_heads_per_kv_head(H_q, H_kv):
     cache = filled("kivi-4", uneven((H_kv, 150, 24)), uneven((H_kv, 150, 20), 1))
     q = uneven((H_q, 1, 24), 2)
     expected = attend(q, cache.keys(), cache.values(), causal=True)
-    np.testing.assert_allclose(FAST.decode(q, cache), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(FAST.decode(q, cache), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_query_head_reads_the_head_of_its_group():

@@ -1,0 +1,525 @@
+r"""Attention over blocks of codes: what is compiled.
+
+With codes u of a group, x_hat = s (u - offset) + z, a score is
+
+    q . k = sum_d x_d u_d + b,     x_d = q_d s_d,     b = sum_d q_d z_d - offset x_d
+
+so the scales are folded into the query once per group of tokens, and the sum over the
+codes has none. The values likewise, with the weights p_t in place of q_d. Keys with
+scales per token keep them outside of the sum. Two ways to do the sum:
+
+    v3  numbers    sum_d x_d u_d, a field of every word at a time (`blocks.py`)
+    v4  integers   x_d = a Q_d + rest_d, Q_d a byte: a sum of products of bytes. What
+                   rounding takes is paid back for the middle code: the sum of the
+                   rest times (2^b - 1) / 2 is added. The query may have a second
+                   term, the rest in bytes, where 8 bits of it are not enough.
+
+In here an array is the address where it begins, a row of it `floats(address, start,
+n)`: no references are counted. Logarithms have base 2: queries, sink logits and soft
+cap come multiplied by log2(e).
+"""
+
+from collections import namedtuple
+
+import numpy as np
+from numba import njit
+
+from kvq.kernels.cpu.simd import (
+    address,
+    exp2,
+    floats,
+    half_to_float,
+    halves,
+    key_bytes,
+    key_numbers,
+    larger,
+    round_even,
+    signed_bytes,
+    value_bytes,
+    value_numbers,
+)
+
+# Of NumPy's type: a literal would be a type of its own, for which Numba compiles every
+# function that it reaches once more.
+UNIT, LANES = np.int64(64), np.int64(32)  # tokens of a block; lanes of a panel
+FIRST, ONE = np.int64(0), np.int64(1)
+NOTHING = np.float32(-1e30)  # the maximum of no scores
+OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
+# For what only compiled code calls: without it each takes half as long to compile.
+INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
+ONCE = {"inline": "always", **INNER}  # called from one place: compiled there
+
+# One side of a cache of H heads, as in `blocks.Store`. words uint32 (H, blocks, 2 D
+# bits); scale, zero binary16 (H, groups or zero_groups, groups of channels). group:
+# tokens or channels that share a scale.
+Side = namedtuple(
+    "Side",
+    "words blocks scale groups zero zero_groups bits group per_channel has_zero offset",
+)
+Settings = namedtuple("Settings", "bits group per_channel has_zero offset")
+# Tokens in full precision: k, v float32 (H, tokens, D).
+Exact = namedtuple("Exact", "k v tokens")
+# R queries of D numbers meet a KV head; dot products take 1 or 4 of them at a time, so
+# `heads` have room. terms: bytes for a number of the query, 0 for the number itself.
+Shape = namedtuple("Shape", "R heads D terms")
+# Rows of a task, float32 but Q, P (bytes). x: folded queries (heads, D); w: weights
+# (heads, 64). S: scores, then weights; T, U: sums (heads, 64). o: output (heads, D). a:
+# the step of each term (2, heads), b: constants (heads,), both for every group of
+# channels; sum_q likewise. a_v, b_v: of weights. m, l: of the softmax. top: the largest
+# number of a row. one, none: ones and zeros. s, z: scales and zeros of one group.
+Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P")
+
+
+# --- scales into queries, or into weights ---------------------------------------------
+@njit(**INNER)
+def read_halves(source, start, step, count, n, out):
+    """out[i] = the binary16 number start + i step of `source`, i < count; 0 up to n."""
+    numbers, row = halves(source, start, (count - 1) * step + 1), floats(out, 0, n)
+    if step == 1:
+        for i in range(count):
+            row[i] = half_to_float(numbers[i])
+    else:
+        for i in range(count):
+            row[i] = half_to_float(numbers[i * step])
+    for i in range(count, n):
+        row[i] = np.float32(0)
+
+
+#     x_i = row_i s_i     b = sum_i row_i z_i - offset sum_i x_i     top = max_i |x_i|
+@njit(**INNER)
+def fold(rows, R, n, first, count, s, z, offset, x, b, top):
+    """Of each row of `rows` (R, n), the numbers first .. first + count - 1."""
+    s, z = floats(s, FIRST, count), floats(z, FIRST, count)
+    b, top = floats(b, FIRST, R), floats(top, FIRST, R)
+    for h in range(R):
+        row = floats(rows, h * n + first, count)
+        out = floats(x, h * n + first, count)
+        sum_x, sum_z, most = np.float32(0), np.float32(0), np.float32(1e-30)
+        for i in range(count):
+            product = row[i] * s[i]
+            out[i] = product
+            sum_x += product
+            sum_z += row[i] * z[i]
+            most = larger(most, larger(product, -product))
+        b[h] = sum_z - offset * sum_x
+        top[h] = most
+
+
+#     x_i = a Q_i + rest_i,    a = top / levels,    Q_i = round(x_i / a)
+#     b += middle sum_i rest_i
+@njit(**INNER)
+def round_rows(x, R, n, first, count, top, levels, middle, Q, a, b):
+    """Rows of x to bytes; the rest stays in x. levels: 127, or 255 for x >= 0."""
+    a, b, top = floats(a, FIRST, R), floats(b, FIRST, R), floats(top, FIRST, R)
+    for h in range(R):
+        row = floats(x, h * n + first, count)
+        out = signed_bytes(Q, h * n + first, count)
+        inverse, step, sum_rest = levels / top[h], top[h] / levels, np.float32(0)
+        for i in range(count):
+            y = round_even(row[i] * inverse)
+            out[i] = np.int8(np.int32(y))
+            rest = row[i] - step * y
+            row[i] = rest
+            sum_rest += rest
+        a[h] = step
+        b[h] += middle * sum_rest
+
+
+# --- rows times codes -----------------------------------------------------------------
+#     out[h, lane] = a_h sum_i row[h, i] code[i, lane] + b_h        (keys)
+#     out[h, lane] += ...                                          (values)
+# `codes` is the address of `panels` panels of `count` rows each, `row` of (heads, n)
+# numbers, or bytes, `out` of (heads, m). One head takes two panels at a time, so that
+# enough sums are under way.
+@njit(**INNER)
+def multiply_keys(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
+    """The scores of the lanes of some panels."""
+    width, pair = 4 if numbers else 1, heads == 1 and panels % 2 == 0
+    for i in range(0, panels, 2 if pair else 1):
+        line, o = codes + i * count * 128, out + i * 128
+        if pair:
+            if numbers:
+                key_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
+            else:
+                key_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
+        elif heads == 1:
+            if numbers:
+                key_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
+            else:
+                key_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
+        else:
+            for h in range(0, heads, 4):
+                four, to = row + width * h * n, o + 4 * h * m
+                s, c = a + 4 * h, b + 4 * h
+                if numbers:
+                    key_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+                else:
+                    key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+
+
+@njit(**INNER)
+def multiply_values(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
+    """The weighted values of the lanes of some panels, added to `out`."""
+    width, pair = 4 if numbers else 1, heads == 1 and panels % 2 == 0
+    for i in range(0, panels, 2 if pair else 1):
+        line, o = codes + i * count * 128, out + i * 128
+        if pair:
+            if numbers:
+                value_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
+            else:
+                value_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
+        elif heads == 1:
+            if numbers:
+                value_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
+            else:
+                value_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
+        else:
+            for h in range(0, heads, 4):
+                four, to = row + width * h * n, o + 4 * h * m
+                s, c = a + 4 * h, b + 4 * h
+                if numbers:
+                    value_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+                else:
+                    value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+
+
+# --- scores ---------------------------------------------------------------------------
+@njit(**INNER)
+def fold_query(shape, q, keys, g, first, count, rows):
+    """The scales rows.s of group of channels g into the queries' numbers from `first`
+    on, and the bytes of these."""
+    R, heads, D, terms = shape
+    a, b = rows.a + 8 * g * heads, rows.b + 4 * g * heads
+    offset, middle = np.float32(keys.offset), np.float32((2**keys.bits - 1) / 2)
+    x, s, z, top = rows.x, rows.s, rows.z, rows.top
+    fold(q, R, D, first, count, s, z, offset, x, b, top)
+    for term in range(terms):
+        Q, step = rows.Q + term * heads * D, a + 4 * term * heads
+        pay_back = middle if term == terms - 1 else np.float32(0)
+        round_rows(x, R, D, first, count, top, np.float32(127), pay_back, Q, step, b)
+        halves_of_steps(step, R, top)
+
+
+@njit(**INNER)
+def halves_of_steps(step, R, top):
+    """The largest rest that rounding leaves."""
+    step, top = floats(step, FIRST, R), floats(top, FIRST, R)
+    for h in range(R):
+        top[h] = step[h] * np.float32(0.5)
+
+
+@njit(**INNER)
+def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
+    """out (R, 64), in the lanes of panels: the folded queries' numbers from `first` on
+    times the codes."""
+    R, heads, D, terms = shape
+    a, b, bits = rows.a + 8 * g * heads, rows.b + 4 * g * heads, keys.bits
+    if terms == 0:
+        x, a = rows.x + 4 * first, rows.one
+        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT)
+        return
+    Q = rows.Q + first
+    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT)
+    if terms == 2:
+        Q, a, b, more = Q + heads * D, a + 4 * heads, rows.none, rows.U
+        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT)
+        for h in range(R):
+            line = floats(out, h * UNIT, LANES * panels)
+            rest = floats(more, h * UNIT, LANES * panels)
+            for t in range(LANES * panels):
+                line[t] += rest[t]
+
+
+@njit(**ONCE)
+def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
+    """S (R, 64) of a block. folded: the group of tokens whose scales the queries have;
+    returns it."""
+    D, count = shape.D, shape.D * keys.bits // 32
+    lanes = min(keys.group, UNIT)
+    for t in range(0, valid, lanes):
+        group = (block * UNIT + t) // keys.group
+        if group != folded:
+            at, zero_at = n * keys.groups + group, n * keys.zero_groups + group
+            read_halves(keys.scale, at * D, ONE, D, D, rows.s)
+            read_halves(keys.zero, zero_at * D, ONE, D * keys.has_zero, D, rows.z)
+            fold_query(shape, q, keys, FIRST, FIRST, D, rows)
+            folded = group
+        codes = keys.words + 128 * ((n * keys.blocks + block) * 2 + t // LANES) * count
+        panels, out = lanes // LANES, rows.S + 4 * t
+        times_keys(shape, keys, FIRST, FIRST, codes, panels, count, rows, out)
+    return folded
+
+
+#     q . k_t = sum_g s_tg (sum_d q_d (u_td - offset)) + z_tg sum_d q_d,   d in group g
+@njit(**ONCE)
+def scores_per_token(shape, keys, n, block, valid, rows):
+    """S (R, 64) of a block; sums over groups of channels meet the scales of tokens."""
+    R, heads, D, _ = shape
+    fields, groups, panels = 32 // keys.bits, -(-D // keys.group), UNIT // LANES
+    s, z = floats(rows.s, FIRST, UNIT), floats(rows.z, FIRST, UNIT)
+    S = floats(rows.S, FIRST, R * UNIT)
+    for i in range(R * UNIT):
+        S[i] = np.float32(0)
+    for g in range(groups):
+        c = g * keys.group
+        count = min(keys.group, D - c) // fields
+        for panel in range(panels):
+            at = (n * keys.blocks + block) * panels + panel
+            codes = keys.words + 128 * (at * (D // fields) + c // fields)
+            out = rows.T + 4 * LANES * panel
+            times_keys(shape, keys, g, c, codes, ONE, count, rows, out)
+        at, zero_at = n * keys.groups, n * keys.zero_groups
+        at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
+        read_halves(keys.scale, at + g, groups, valid, UNIT, rows.s)
+        read_halves(keys.zero, zero_at + g, groups, valid * keys.has_zero, UNIT, rows.z)
+        for h in range(R):
+            S, T = floats(rows.S, h * UNIT, UNIT), floats(rows.T, h * UNIT, UNIT)
+            sum_q = floats(rows.sum_q, g * heads + h, ONE)[0]
+            for t in range(UNIT):
+                S[t] += s[t] * T[t] + z[t] * sum_q
+
+
+@njit(**ONCE)
+def fold_nothing(shape, q, keys, rows):
+    """For scales per token: the queries and their bytes once for all, by groups of
+    channels, and sum_d q_d of each."""
+    R, heads, D, _ = shape
+    s, z = floats(rows.s, 0, D), floats(rows.z, 0, D)
+    for d in range(D):
+        s[d], z[d] = np.float32(1), np.float32(0)
+    for g in range(-(-D // keys.group)):
+        c = g * keys.group
+        count = min(keys.group, D - c)
+        sums = floats(rows.sum_q, g * heads, R)
+        for h in range(R):
+            row, total = floats(q, h * D + c, count), np.float32(0)
+            for d in range(count):
+                total += row[d]
+            sums[h] = total
+        fold_query(shape, q, keys, g, c, count, rows)
+
+
+# --- softmax --------------------------------------------------------------------------
+#     m' = max(m, max_t S_t)     l' = l 2^(m - m') + sum_t 2^(S_t - m')
+#     o' = o 2^(m - m')
+@njit(**INNER)
+def softmax_step(R, D, valid, softcap, rows):
+    """S (R, 64) becomes 2^(S - m'); m, l and o of every head follow."""
+    m, l = floats(rows.m, 0, R), floats(rows.l, 0, R)  # noqa: E741
+    for h in range(R):
+        S = floats(rows.S, h * UNIT, UNIT)
+        if softcap > 0:
+            for t in range(valid):
+                S[t] = softcap * np.tanh(S[t] / softcap)
+        for t in range(valid, UNIT):
+            S[t] = NOTHING
+        top = m[h]
+        for t in range(UNIT):
+            top = larger(top, S[t])
+        if top > m[h]:
+            shrink = exp2(m[h] - top)
+            m[h] = top
+            l[h] *= shrink
+            o = floats(rows.o, h * D, D)
+            for d in range(D):
+                o[d] *= shrink
+        total = np.float32(0)
+        for t in range(UNIT):
+            p = exp2(S[t] - top)
+            S[t] = p
+            total += p
+        for t in range(valid, UNIT):  # of which each has added 2^-126
+            S[t] = np.float32(0)
+        l[h] += total
+
+
+# --- values ---------------------------------------------------------------------------
+@njit(**ONCE)
+def add_values(shape, values, n, block, valid, rows):
+    """o (R, D) of the weights S (R, 64) and the values of a block, added to."""
+    R, heads, D, terms = shape
+    bits, groups = values.bits, -(-D // values.group)
+    count = UNIT * bits // 32
+    start = values.words + 128 * (n * values.blocks + block) * (D // LANES) * count
+    signed = np.float32(128 if bits == 8 else 0)  # codes of 8 bits are code - 128
+    middle = np.float32((2**bits - 1) / 2) - signed
+    s, z, w, P, top = rows.s, rows.z, rows.w, rows.P, rows.top
+    a, b, one = rows.a_v, rows.b_v, rows.one
+    offset, levels = np.float32(values.offset), np.float32(255)
+    for g in range(groups):
+        c = g * values.group
+        panels, out = min(values.group, D - c) // LANES, rows.o + 4 * c
+        codes = start + 128 * (c // LANES) * count
+        at, zero_at = n * values.groups, n * values.zero_groups
+        at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
+        read_halves(values.scale, at + g, groups, valid, UNIT, s)
+        read_halves(values.zero, zero_at + g, groups, valid * values.has_zero, UNIT, z)
+        if terms == 0:
+            fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset, w, b, top)
+            multiply_values(
+                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D
+            )
+        else:
+            fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset - signed, w, b, top)
+            round_rows(w, R, UNIT, FIRST, UNIT, top, levels, middle, P, a, b)
+            multiply_values(
+                False, bits, P, heads, UNIT, codes, panels, count, a, b, out, D
+            )
+
+
+# --- tokens in full precision ---------------------------------------------------------
+@njit(**ONCE)
+def attend_exact(shape, q, n, exact, softcap, rows):
+    """64 at a time, they join the state of every head."""
+    R, D = shape.R, shape.D
+    for first in range(0, exact.tokens, UNIT):
+        valid, at = min(UNIT, exact.tokens - first), n * exact.tokens + first
+        for h in range(R):
+            row, S = floats(q, h * D, D), floats(rows.S, h * UNIT, UNIT)
+            for t in range(valid):
+                k, total = floats(exact.k, (at + t) * D, D), np.float32(0)
+                for d in range(D):
+                    total += row[d] * k[d]
+                S[t] = total
+        softmax_step(R, D, valid, softcap, rows)
+        for h in range(R):
+            o, S = floats(rows.o, h * D, D), floats(rows.S, h * UNIT, UNIT)
+            for t in range(valid):
+                p, v = S[t], floats(exact.v, (at + t) * D, D)
+                for d in range(D):
+                    o[d] += p * v[d]
+
+
+# --- a task: one split of one KV head -------------------------------------------------
+@njit(**ONCE)
+def attend_split(n, first, last, shape, q, tokens, keys, values, softcap, rows):
+    """The blocks first .. last - 1 of KV head n, into the state in `rows`."""
+    folded = -ONE
+    if not keys.per_channel:
+        fold_nothing(shape, q, keys, rows)
+    for block in range(first, last):
+        valid = min(UNIT, tokens - block * UNIT)
+        if keys.per_channel:
+            folded = scores_per_channel(shape, q, keys, n, block, valid, folded, rows)
+        else:
+            scores_per_token(shape, keys, n, block, valid, rows)
+        softmax_step(shape.R, shape.D, valid, softcap, rows)
+        add_values(shape, values, n, block, valid, rows)
+
+
+@njit(**ONCE)
+def rows_in(shape, groups, memory, space):
+    """Rows in two arrays, float32 and bytes, that are large enough (`room`)."""
+    _, heads, D, terms = shape
+    n, tile = max(D, UNIT), heads * UNIT
+    at = address(memory)
+    x, w = at, at + 4 * heads * D
+    S, T, U = w + 4 * tile, w + 8 * tile, w + 12 * tile
+    o = U + 4 * tile
+    a = o + 4 * heads * D
+    b = a + 8 * groups * heads
+    sum_q = b + 4 * groups * heads
+    a_v = sum_q + 4 * groups * heads
+    b_v, m, l = a_v + 4 * heads, a_v + 8 * heads, a_v + 12 * heads  # noqa: E741
+    top, one, none = a_v + 16 * heads, a_v + 20 * heads, a_v + 24 * heads
+    s = a_v + 28 * heads
+    z = s + 4 * n
+    Q = address(space)
+    P = Q + max(terms, 1) * heads * D
+    return Rows(
+        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P
+    )
+
+
+@njit(**ONCE)
+def side_of(arrays, settings):
+    """A Side of its arrays words, scale and zero, 16-bit numbers as uint16."""
+    words, scale, zero = arrays
+    return Side(
+        address(words),
+        words.shape[1],
+        address(scale),
+        scale.shape[1],
+        address(zero),
+        zero.shape[1],
+        settings.bits,
+        settings.group,
+        settings.per_channel,
+        settings.has_zero,
+        settings.offset,
+    )
+
+
+@njit(nogil=True, **OPTIONS)
+def attend_tasks(
+    first, last, splits, shape, q, tokens, keys, values, settings, exact, softcap, out
+):
+    """The tasks first .. last - 1, without Python's lock: threads share the work.
+
+    Task n * splits + split is one split of the tokens of KV head n. q : float32 (H, R,
+    D), scaled. keys, values : arrays of each Side, settings : of both. exact : float32
+    (H, E, D) of keys and of values. out : arrays m, l (H, splits, R) and o (H, splits,
+    R, D), of which the tasks' parts are written.
+    """
+    R, heads, D, terms = shape
+    k, v = side_of(keys, settings[0]), side_of(values, settings[1])
+    in_full = Exact(address(exact[0]), address(exact[1]), exact[0].shape[1])
+    groups = 1 if k.per_channel else -(-D // k.group)
+    sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 7) * heads
+    memory = np.empty(sizes + 2 * max(D, UNIT), np.float32)
+    space = np.empty(max(terms, 1) * heads * D + heads * UNIT, np.int8)
+    rows = rows_in(shape, groups, memory, space)
+    m, l, o = (  # noqa: E741
+        floats(rows.m, FIRST, R),
+        floats(rows.l, FIRST, R),
+        floats(rows.o, FIRST, R * D),
+    )
+    blocks = (tokens + UNIT - 1) // UNIT
+    for task in range(first, last):
+        n, split = task // splits, task % splits
+        q_n = address(q) + 4 * n * R * D
+        memory[:] = np.float32(0)  # also for `heads` beyond R: their weights stay 0
+        space[:] = np.int8(0)
+        ones = floats(rows.one, FIRST, heads)
+        for h in range(heads):
+            ones[h] = np.float32(1)
+        for h in range(R):
+            m[h] = NOTHING
+        start, stop = blocks * split // splits, blocks * (split + 1) // splits
+        attend_split(n, start, stop, shape, q_n, tokens, k, v, softcap, rows)
+        if split == splits - 1:
+            attend_exact(shape, q_n, n, in_full, softcap, rows)
+        for h in range(R):
+            out[0][n, split, h], out[1][n, split, h] = m[h], l[h]
+            for d in range(D):
+                out[2][n, split, h, d] = o[h * D + d]
+
+
+# --- the splits of a head -------------------------------------------------------------
+#     M = max_i m_i    l = sum_i l_i 2^(m_i - M)    o = sum_i o_i 2^(m_i - M) / l
+@njit(**OPTIONS)
+def merge(m, l, o, sinks, out):  # noqa: E741
+    """out (H, R, D) of partial results m, l (H, splits, R) and o (H, splits, R, D), in
+    the order of the splits. sinks: logits (H, R) that take weight and give nothing, or
+    (H, 0)."""
+    H, R, D = out.shape
+    for n in range(H):
+        for h in range(R):
+            top, has_sink = NOTHING, sinks.shape[1] > 0
+            if has_sink:
+                top = sinks[n, h]
+            for i in range(m.shape[1]):
+                top = larger(top, m[n, i, h])
+            total = np.float32(0)
+            if has_sink:
+                total = exp2(sinks[n, h] - top)
+            for d in range(D):
+                out[n, h, d] = np.float32(0)
+            for i in range(m.shape[1]):
+                weight = exp2(m[n, i, h] - top)
+                total += weight * l[n, i, h]
+                for d in range(D):
+                    out[n, h, d] += weight * o[n, i, h, d]
+            if total > 0:
+                for d in range(D):
+                    out[n, h, d] /= total
