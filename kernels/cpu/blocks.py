@@ -23,8 +23,9 @@ from functools import cached_property
 import numpy as np
 from numba import njit
 
+from kvq.kernels.cpu.codes import stored
 from kvq.kernels.host import first_invalid, invalid
-from kvq.quantizer import from_codes, scale_and_zero, to_codes
+from kvq.quantizer import from_codes
 
 UNIT, LANES = 64, 32  # tokens of a block; words in a row of a panel
 BITS = (8, 4, 2)
@@ -284,9 +285,7 @@ class Blocks:
 
     def append(self, x):
         """With the tokens x (H, t, D), quantized."""
-        x = x.astype(np.float32)
-        scale, zero = scale_and_zero(x, self.scheme)
-        codes = to_codes(x, scale, zero, self.scheme)
+        codes, scale, zero = stored(x, self.scheme, bits=8)
         store = self.store if self.store.tokens == self.tokens else self._copy()
         store.append(codes, scale, zero)
         return Blocks(store, store.tokens)

@@ -1,52 +1,96 @@
-"""x -> packed codes -> x_hat, row by row, without an array of codes in between.
+"""x -> packed codes -> x_hat, without an array of codes in between.
 
 Inside the compiled loops every array is (N, T, D): heads (and sequences) flattened,
 tokens, channels. A group is `gt` tokens by `gc` channels, the last one smaller;
-token t and channel c belong to group (t // gt, c // gc).
+token t and channel c belong to group (t // gt, c // gc). A *strip* is gt tokens of one
+head: it is read once from memory, and all that follows finds it in the cache.
 
 Numba's cache sees a change of this file only, so what the loops call stands here too.
 """
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numba import njit
 
-from kvq.dtypes import as_float_array
-from kvq.quantizer import integer_levels, scale_and_zero
+from kvq.dtypes import LARGEST_INPUT, as_float_array
+from kvq.kernels.cpu.simd import (
+    address,
+    codes_of,
+    float_to_half,
+    floats,
+    fused,
+    half_to_float,
+    halves,
+    larger,
+    nearest_byte,
+    prefetch,
+)
+from kvq.kernels.cpu.threads import in_parts
+from kvq.quantizer import integer_levels, largest_level, scale_and_zero
 from kvq.tensor import QuantizedTensor
 
+HALF = np.float32(65504)  # the largest and the smallest number of binary16
+TINY = np.float32(2**-24)
+LARGEST = np.float32(LARGEST_INPUT)
+NOTHING = np.float32(-3.4e38)  # less than any number that is taken
+BATCH = 32  # strips of one token
 
-def pack(x, scheme):
+
+def pack(x, scheme, threads=None):
     """x (..., H, T, D) stored by `scheme`: what `kvq.quantize` gives.
 
+    threads : at most so many; None: one for each core that the process may use.
     Raises TypeError or ValueError as `kvq.quantize` does.
     """
-    x = as_float_array(x)
+    x = as_float_array(x, finite=False)  # `stored` looks
     if x.ndim < 1 or x.shape[-1] < 1:
         raise ValueError(f"x has shape {x.shape}; expected (..., H, T, D) with D >= 1")
     shape = (1,) * (3 - x.ndim) + x.shape
-    H, T, D = shape[-3:]
-    N = math.prod(shape[:-2])
-    x = np.ascontiguousarray(x, np.float32).reshape(N, T, D)
-    _, gt, gc = scheme.group_shape(H, T, D)
-    groups = (N, *scheme.metadata_shape(H, T, D)[1:])
-    low, high = np.empty(groups, np.float32), np.empty(groups, np.float32)
-    group_extremes(x, gt, gc, low, high)
-    scale, zero = scale_of_extremes(low, high, scheme)
-    codes = np.empty((N, T, scheme.row_bytes(D)), np.uint8)
-    s, z = as_float32(scale, zero)
-    s = np.where(s == 0, np.float32(1), s)  # such a group has one level: any s will do
-    encode(x, s, z, gt, gc, scheme.bits, *integer_levels(scheme), codes)
-    stored = [
-        None if a is None else a.reshape(*shape[:-2], *a.shape[1:])
-        for a in (codes, scale, zero)
+    rows = x.reshape(math.prod(shape[:-2]), *shape[-2:])
+    arrays = stored(rows, scheme, scheme.bits, threads)
+    arrays = [
+        None if a is None else a.reshape(*shape[:-2], *a.shape[1:]) for a in arrays
     ]
-    return QuantizedTensor(scheme, shape, *stored)
+    return QuantizedTensor(scheme, shape, *arrays)
 
 
-def dequant(qt, start=0, stop=None):
+def stored(given, scheme, bits, threads=None):
+    """(codes, scale, zero) of x (N, T, D); zero None where the scheme has none.
+
+    bits : of a code in the rows, uint8 (N, T, ceil(D bits / 8)): the scheme's, or 8 for
+    a code in each byte. Raises ValueError for numbers that are not finite.
+    """
+    N, T, D = given.shape
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = np.ascontiguousarray(given, np.float32)
+    _, gt, gc = scheme.group_shape(1, T, D)
+    groups = (N, *scheme.metadata_shape(1, T, D)[1:])
+    codes = np.empty((N, T, -(-D * bits // 8)), np.uint8)
+    levels, finite = integer_levels(scheme), np.ones(1, bool)
+    strips = partial(in_parts, N * groups[1], size=gt * D, threads=threads)
+    if scheme.scale_dtype == "float16":
+        scale = np.empty(groups, np.float16)
+        zero = np.empty(groups, np.float16) if scheme.has_zero else None
+        some = scale if zero is None else zero  # the loop must be given an array
+        s16, z16, rule = scale.view(np.uint16), some.view(np.uint16), _rule(scheme)
+        strips(pack_strips, x, gt, gc, bits, levels, rule, s16, z16, codes, finite)
+    else:
+        low, high = np.empty(groups, np.float32), np.empty(groups, np.float32)
+        strips(extremes_of_strips, x, gt, gc, low, high, finite)
+        if finite[0]:
+            scale, zero = scale_of_extremes(low, high, scheme)
+            s, z = as_float32(scale, zero)
+            s = np.where(s == 0, np.float32(1), s)  # one level: any s will do
+            strips(encode_strips, x, s, z, gt, gc, bits, levels, codes)
+    if not finite[0]:
+        as_float_array(given)  # raises, and names the number
+    return codes, scale, zero
+
+
+def dequant(qt, start=0, stop=None, threads=None):
     """x_hat of the tokens start..stop-1: what `qt.dequantize(start, stop)` gives."""
     start, stop, _ = slice(start, stop).indices(qt.tokens)
     H, T, D = qt.shape[-3:]
@@ -57,10 +101,12 @@ def dequant(qt, start=0, stop=None):
     s, z = as_float32(
         *(a if a is None else a[..., groups, :] for a in (qt.scale, qt.zero))
     )
-    s, z = (a.reshape(N, *a.shape[-2:]) for a in (s, z))
+    s, z = (np.ascontiguousarray(a.reshape(N, *a.shape[-2:])) for a in (s, z))
     offset = integer_levels(qt.scheme)[2]
     out = np.empty((N, t, D), np.float32)
-    decode_codes(packed, s, z, gt, gc, start % gt, qt.scheme.bits, offset, out)
+    settings = gt, gc, start % gt, qt.scheme.bits, offset
+    rows = np.ascontiguousarray(packed)
+    in_parts(N * t, decode_rows, rows, s, z, settings, out, size=D, threads=threads)
     return out.reshape(*qt.shape[:-2], t, D)
 
 
@@ -83,94 +129,334 @@ def as_float32(scale, zero):
     return s, np.zeros_like(s) if zero is None else zero.astype(np.float32)
 
 
-# --- compiled loops -----------------------------------------------------------------
-@njit(cache=True)
-def group_extremes(x, gt, gc, low, high):
-    """low, high = min, max of each group; both (N, groups of T, groups of D)."""
+def _rule(scheme):
+    """(which rule, the divisor) of a scale: see `scale_and_zero_of`."""
+    if scheme.has_zero:
+        return 0, np.float32(2**scheme.bits - 1)
+    if scheme.levels == "signed-extreme":
+        return 2, np.float32(-largest_level(scheme))
+    return 1, np.float32(largest_level(scheme))
+
+
+# --- strips ---------------------------------------------------------------------------
+@njit(cache=True, nogil=True, error_model="numpy")
+def pack_strips(
+    first, last, x, gt, gc, bits, levels, rule, scale, zero, packed, finite
+):
+    """The strips first .. last - 1 of x float32 (N, T, D).
+
+    scale, zero : binary16 as uint16 (N, groups of T, groups of D), written; zero only
+    where the rule has one. packed : uint8 (N, T, row bytes), written. finite : bool
+    (1,), set to False for numbers that the reference does not take.
+
+    Strips of one token go through in batches: what a group's scale waits for, its
+    extremes, is long done when it is computed.
+    """
     _, T, D = x.shape
-    for n, i, j in np.ndindex(low.shape):
-        a, b = np.float32(np.inf), np.float32(-np.inf)
-        for t in range(i * gt, min(i * gt + gt, T)):
-            for c in range(j * gc, min(j * gc + gc, D)):
-                a, b = min(a, x[n, t, c]), max(b, x[n, t, c])
-        low[n, i, j], high[n, i, j] = a, b
+    strips, groups = scale.shape[1:]
+    batch = BATCH if gt == 1 else 1
+    n_groups, ahead = batch * groups, batch * gt
+    memory = np.zeros(5 * max(n_groups, D), np.float32)
+    codes, step = np.zeros((D + 7) // 8 * 8, np.uint8), 4 * max(n_groups, D)
+    low, to, numbers = address(memory), address(codes), address(x)
+    high, s, z, r = low + step, low + 2 * step, low + 3 * step, low + 4 * step
+    to_scale, to_zero = address(scale), address(zero)
+    for start in range(first, last, batch):
+        stop = min(start + batch, last)
+        for strip in range(start, stop):
+            n, i = strip // strips, strip % strips
+            row, end = n * T + i * gt, n * T + min((i + 1) * gt, T)
+            at = (strip - start) * groups
+            finite[0] &= group_extremes(numbers, row, end, D, gc, low, high, at)
+        store_scales(low, high, start * groups, stop * groups, rule, to_scale, to_zero)
+        read_scales(to_scale, to_zero, start * groups, stop * groups, rule, s, z, r)
+        for strip in range(start, stop):
+            n, i = strip // strips, strip % strips
+            row, end = n * T + i * gt, n * T + min((i + 1) * gt, T)
+            at = 4 * (strip - start) * groups
+            for t in range(row, end):
+                ask_for(numbers, t + ahead, D)
+                encode_row(numbers, t, D, gc, s + at, z + at, r + at, levels, to)
+                pack_row(to, len(codes), bits, packed, t)
+
+
+@njit(cache=True)
+def ask_for(x, row, D):
+    """A row of the next batch, while this one is in the cache. Past the end nothing
+    happens."""
+    for line in range(0, 4 * D, 64):
+        prefetch(x + 4 * row * D + line)
+
+
+@njit(cache=True, nogil=True)
+def extremes_of_strips(first, last, x, gt, gc, low, high, finite):
+    """low, high = min, max of each group of the strips; (N, groups of T, of D)."""
+    _, T, D = x.shape
+    strips, groups = low.shape[1:]
+    to_low, to_high = address(low), address(high)
+    for strip in range(first, last):
+        n, i = strip // strips, strip % strips
+        row, end, at = n * T + i * gt, n * T + min((i + 1) * gt, T), strip * groups
+        finite[0] &= group_extremes(address(x), row, end, D, gc, to_low, to_high, at)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def encode_strips(first, last, x, scale, zero, gt, gc, bits, levels, packed):
+    """Codes of the strips; scale, zero : float32, scales without a 0."""
+    _, T, D = x.shape
+    strips, groups = scale.shape[1:]
+    codes = np.zeros((D + 7) // 8 * 8, np.uint8)
+    inverse = np.float32(1) / scale
+    for strip in range(first, last):
+        n, i = strip // strips, strip % strips
+        at = 4 * strip * groups
+        s, z, r = address(scale) + at, address(zero) + at, address(inverse) + at
+        for row in range(n * T + i * gt, n * T + min((i + 1) * gt, T)):
+            encode_row(address(x), row, D, gc, s, z, r, levels, address(codes))
+            pack_row(address(codes), len(codes), bits, packed, row)
+
+
+# --- groups: extremes and scales ------------------------------------------------------
+@njit(cache=True)
+def group_extremes(x, start, stop, D, gc, low, high, at):
+    """low, high = min, max of the groups of the rows start .. stop - 1 of x (rows, D),
+    from number `at` on. Returns whether the reference takes all numbers."""
+    good = True
+    if gc == 1:
+        return channel_extremes(x, start, stop, D, low, high, at)
+    for j in range((D + gc - 1) // gc):
+        least, most = -NOTHING, NOTHING
+        for t in range(start, stop):
+            a, b, c = row_extremes(x, t * D + j * gc, min(gc, D - j * gc))
+            least, most, good = min(least, a), max(most, b), good and c
+        floats(low, at + j, 1)[0], floats(high, at + j, 1)[0] = least, most
+    return good
+
+
+@njit(cache=True, fastmath={"reassoc"})
+def row_extremes(x, start, n):
+    """min and max of x[start : start + n], and whether the reference takes all."""
+    row, wrong = floats(x, start, n), np.float32(0)
+    low, high = NOTHING, NOTHING
+    for c in range(n):
+        low, high = larger(low, -row[c]), larger(high, row[c])
+        wrong += row[c] * np.float32(0)  # 0, or NaN
+    return -low, high, wrong == 0 and larger(low, high) <= LARGEST
+
+
+@njit(cache=True)
+def channel_extremes(x, start, stop, D, low, high, at):
+    """`group_extremes` of groups of one channel: a row at a time."""
+    low, high = floats(low, at, D), floats(high, at, D)
+    for c in range(D):
+        low[c], high[c] = -NOTHING, NOTHING
+    good = True
+    for t in range(start, stop):
+        row = floats(x, t * D, D)
+        for c in range(D):
+            low[c] = -larger(-low[c], -row[c])
+            high[c] = larger(high[c], row[c])
+        good &= row_extremes(x, t * D, D)[2]
+    return good
+
+
+#     0  asymmetric      s = (max - min) / divisor,     z = min
+#     1  symmetric       s = max |x| / divisor
+#     2  signed-extreme  s = the x of largest |x| / divisor
+@njit(cache=True, error_model="numpy")
+def store_scales(low, high, start, stop, rule, scale, zero):
+    """Scales and zeros start .. stop - 1 as binary16, as the reference stores them, of
+    the extremes low, high, of which the first is that of `start`."""
+    kind, divisor = rule
+    n = stop - start
+    low, high = floats(low, 0, n), floats(high, 0, n)
+    scale, zero = halves(scale, start, n), halves(zero, start, n)
+    for k in range(n):
+        a, b = within(low[k], HALF), within(high[k], HALF)
+        s = b - a
+        if kind == 1:
+            s = larger(-low[k], high[k])
+        elif kind == 2:
+            s = low[k] if -low[k] > high[k] else high[k]
+        s /= divisor
+        if s != 0:  # one too small for the format becomes its smallest
+            s = copysign(larger(abs(s), TINY), s)
+        scale[k] = float_to_half(within(s, HALF))
+        if kind == 0:
+            zero[k] = float_to_half(a)
 
 
 @njit(cache=True, error_model="numpy")
-def encode(x, scale, zero, gt, gc, bits, lowest, highest, offset, packed):
-    """code = clip(round((x - z) / s), lowest, highest) + offset, packed into rows.
+def read_scales(scale, zero, start, stop, rule, s, z, r):
+    """s, z and r = 1 / s of what was stored. A group whose scale is 0 has one level:
+    any scale will do for its codes."""
+    n = stop - start
+    scale, zero = halves(scale, start, n), halves(zero, start, n)
+    s, z, r = floats(s, 0, n), floats(z, 0, n), floats(r, 0, n)
+    for k in range(n):
+        s_k = half_to_float(scale[k])
+        s[k] = s_k if s_k != 0 else np.float32(1)
+        r[k] = np.float32(1) / s[k]
+        if rule[0] == 0:
+            z[k] = half_to_float(zero[k])
 
-    x, scale, zero : float32, scales without a 0.
-    packed : uint8 (N, T, ceil(D * bits / 8)), written.
+
+@njit(cache=True, inline="always")
+def within(x, limit):
+    """x clipped to +-limit."""
+    return larger(-larger(-x, -limit), -limit)
+
+
+@njit(cache=True, inline="always")
+def copysign(x, sign):
+    """x >= 0 with the sign of `sign`."""
+    return x if sign > 0 else -x
+
+
+# --- rows: codes ----------------------------------------------------------------------
+#     code = clip(round((x - z) / s), lowest, highest) + offset
+@njit(cache=True)
+def encode_row(x, row, D, gc, s, z, r, levels, codes):
+    """Row `row` of x (rows, D), of scales s, zeros z and r = 1 / s of its groups."""
+    if gc == 1:
+        encode_channels(x, row * D, D, s, z, r, levels, codes)
+        return
+    for j in range((D + gc - 1) // gc):
+        a, n = j * gc, min(gc, D - j * gc)
+        s_j, z_j, r_j = floats(s, j, 1)[0], floats(z, j, 1)[0], floats(r, j, 1)[0]
+        encode_group(x, row * D + a, n, s_j, z_j, r_j, levels, codes + a)
+
+
+@njit(cache=True)
+def encode_channels(x, start, n, s, z, r, levels, codes):
+    """x[start : start + n], with a scale and a zero for each number."""
+    x, s, z, r = floats(x, start, n), floats(s, 0, n), floats(z, 0, n), floats(r, 0, n)
+    out, offset = codes_of(codes, 0, n), np.int32(levels[2])
+    low, high = np.float32(levels[0]), np.float32(levels[1])
+    for c in range(n):
+        y = quotient(x[c] - z[c], s[c], r[c])
+        out[c] = nearest_byte(larger(-larger(-y, -high), low), offset)
+
+
+@njit(cache=True)
+def encode_group(x, start, n, s, z, r, levels, codes):
+    """x[start : start + n], with one scale and one zero."""
+    x, out = floats(x, start, n), codes_of(codes, 0, n)
+    low, high, offset = (
+        np.float32(levels[0]),
+        np.float32(levels[1]),
+        np.int32(levels[2]),
+    )
+    for c in range(n):
+        y = quotient(x[c] - z, s, r)
+        out[c] = nearest_byte(larger(-larger(-y, -high), low), offset)
+
+
+#     q_0 = x r     q' = q + (x - q s) r, twice
+@njit(cache=True, inline="always")
+def quotient(x, s, r):
+    """x / s, rounded to nearest, of r = 1 / s, without the price of a division.
+
+    The rest x - q s is exact in a fused multiplication. q_1 is one of the two float32
+    neighbours of the quotient, and from such a one the step gives the nearest.
+    (Markstein, "Computation of elementary functions on the IBM RISC System/6000
+    processor", IBM J. Res. Dev. 34(1), 1990.)
     """
-    N, T, D = x.shape
-    s, z = np.empty(D, np.float32), np.empty(D, np.float32)
-    codes = np.zeros(-(-D // 8) * 8, np.uint8)
-    low, high = np.float32(lowest), np.float32(highest)
-    for n in range(N):
-        for t in range(T):
-            if t % gt == 0:
-                spread(scale[n, t // gt], gc, s)
-                spread(zero[n, t // gt], gc, z)
-            for c in range(D):
-                y = np.rint((x[n, t, c] - z[c]) / s[c])
-                codes[c] = np.int32(min(max(y, low), high)) + offset
-            pack_row(codes, bits, packed[n, t])
+    q = x * r
+    q = fused(fused(-q, s, x), r, q)
+    return fused(fused(-q, s, x), r, q)
 
 
+# --- rows: packing --------------------------------------------------------------------
 @njit(cache=True)
-def spread(groups, gc, out):
-    """out[c] = groups[c // gc]."""
-    for j in range(len(groups)):
-        out[j * gc : (j + 1) * gc] = groups[j]
-
-
-@njit(cache=True)
-def pack_row(codes, bits, row):
+def pack_row(codes, n, bits, packed, row):
     """Eight codes are `bits` bytes: word = sum_i code_i * 2^(bits * i), low byte first.
 
-    codes : uint8, zero-padded to a multiple of 8. row : uint8, written.
+    codes : uint8, zero-padded to a multiple n of 8. packed : uint8 (..., row bytes), of
+    which row `row` is written.
     """
-    for u in range(len(codes) // 8):
-        word = np.uint64(0)
-        for i in range(8):
-            word |= np.uint64(codes[8 * u + i]) << np.uint64(bits * i)
-        for k in range(bits * u, min(bits * (u + 1), len(row))):
-            row[k] = word & np.uint64(0xFF)
-            word >>= np.uint64(8)
+    size = packed.shape[2]
+    codes, out = codes_of(codes, 0, n), codes_of(address(packed), row * size, size)
+    if bits == 8:
+        for i in range(size):
+            out[i] = codes[i]
+    elif bits == 4:
+        for i in range(size):
+            out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+    elif bits == 2:
+        for i in range(size):
+            low = codes[4 * i] | codes[4 * i + 1] << 2
+            out[i] = low | codes[4 * i + 2] << 4 | codes[4 * i + 3] << 6
+    else:
+        for u in range(n // 8):
+            word = np.uint64(0)
+            for i in range(8):
+                word |= np.uint64(codes[8 * u + i]) << np.uint64(bits * i)
+            for k in range(bits * u, min(bits * (u + 1), size)):
+                out[k] = word & np.uint64(0xFF)
+                word >>= np.uint64(8)
+
+
+@njit(cache=True, nogil=True)
+def decode_rows(first, last, packed, scale, zero, settings, out):
+    """x_hat = s * (code - offset) + z, in float32, of the rows first .. last - 1.
+
+    packed : uint8 (N, t, row bytes), the first of them token `start` of its group.
+    scale, zero : float32 (N, groups of T, groups of D). out : float32 (N, t, D),
+    written.
+    """
+    gt, gc, start, bits, offset = settings
+    _, T, D = out.shape
+    strips, groups = scale.shape[1:]
+    memory, space = np.empty(2 * D, np.float32), np.empty((D + 7) // 8 * 8, np.uint8)
+    at, shift = address(memory), np.float32(offset)
+    s, z, codes = floats(at, 0, D), floats(at, D, D), codes_of(address(space), 0, D)
+    current = -1
+    for row in range(first, last):
+        n, t = divmod(row, T)
+        strip = n * strips + (start + t) // gt
+        if strip != current:
+            for j in range(groups):
+                a, count = j * gc, min(gc, D - j * gc)
+                set_group(at, a, count, scale[n, strip - n * strips, j])
+                set_group(at + 4 * D, a, count, zero[n, strip - n * strips, j])
+            current = strip
+        unpack_row(packed, row, bits, address(space), len(space))
+        x = floats(address(out), row * D, D)
+        for c in range(D):
+            x[c] = s[c] * (np.float32(codes[c]) - shift) + z[c]
 
 
 @njit(cache=True)
-def decode_codes(packed, scale, zero, gt, gc, first, bits, offset, out):
-    """x_hat = s * (code - offset) + z, in float32.
-
-    packed : uint8 (N, T, ceil(D * bits / 8)), the first of them token `first` of its
-    group. scale, zero : float32 (N, groups of T, groups of D).
-    out : float32 (N, T, D), written.
-    """
-    N, T, D = out.shape
-    s, z = np.empty(D, np.float32), np.empty(D, np.float32)
-    codes = np.empty(-(-D // 8) * 8, np.uint8)
-    for n in range(N):
-        for t in range(T):
-            i = (first + t) // gt
-            if t == 0 or (first + t) % gt == 0:
-                spread(scale[n, i], gc, s)
-                spread(zero[n, i], gc, z)
-            unpack_row(packed[n, t], bits, codes)
-            for c in range(D):
-                level = np.float32(np.int32(codes[c]) - offset)
-                out[n, t, c] = s[c] * level + z[c]
+def set_group(out, start, n, value):
+    """out[start : start + n] = value"""
+    part = floats(out, start, n)
+    for c in range(n):
+        part[c] = value
 
 
 @njit(cache=True)
-def unpack_row(row, bits, codes):
-    """The inverse of `pack_row`. codes : uint8, a multiple of 8 of them, written."""
-    mask = np.uint64((1 << bits) - 1)
-    for u in range(len(codes) // 8):
-        word = np.uint64(0)
-        for k in range(min(bits, len(row) - bits * u)):
-            word |= np.uint64(row[bits * u + k]) << np.uint64(8 * k)
-        for i in range(8):
-            codes[8 * u + i] = word & mask
-            word >>= np.uint64(bits)
+def unpack_row(packed, row, bits, codes, n):
+    """The inverse of `pack_row`."""
+    size = packed.shape[2]
+    codes, packed = codes_of(codes, 0, n), codes_of(address(packed), row * size, size)
+    if bits == 8:
+        for i in range(size):
+            codes[i] = packed[i]
+    elif bits == 4:
+        for i in range(size):
+            codes[2 * i], codes[2 * i + 1] = packed[i] & 15, packed[i] >> 4
+    elif bits == 2:
+        for i in range(size):
+            byte = packed[i]
+            codes[4 * i], codes[4 * i + 1] = byte & 3, byte >> 2 & 3
+            codes[4 * i + 2], codes[4 * i + 3] = byte >> 4 & 3, byte >> 6
+    else:
+        mask = np.uint64((1 << bits) - 1)
+        for u in range(n // 8):
+            word = np.uint64(0)
+            for k in range(min(bits, size - bits * u)):
+                word |= np.uint64(packed[bits * u + k]) << np.uint64(8 * k)
+            for i in range(8):
+                codes[8 * u + i] = word & mask
+                word >>= np.uint64(bits)

@@ -8,9 +8,7 @@ on the cache alone, and their results are merged in their order: the number of t
 never changes a bit of the output.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -19,11 +17,11 @@ from kvq.dtypes import as_float_array
 from kvq.kernels.cpu import simd
 from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge
 from kvq.kernels.cpu.blocks import UNIT
+from kvq.kernels.cpu.threads import cores, run
 from kvq.quantizer import integer_levels
 
 LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
 SPLIT = 64  # blocks of a split: 4096 tokens
-WORTH_A_THREAD = 2**16  # numbers of K and V: below, waking one costs more than it saves
 VERSIONS = ("v3", "v4")
 
 
@@ -80,7 +78,8 @@ def decode(
         _Row(row, rows_q, terms, LOG2E * np.float32(softcap or 0))
         for row, rows_q in zip(rows, queries, strict=True)
     ]
-    _run(work, threads)
+    jobs = [partial(row.run, first, last) for row, first, last in _parts(work, threads)]
+    run(jobs, sum(row.numbers for row in work), threads)
     out = np.empty_like(queries)
     for row, o in zip(work, out, strict=True):
         merge(*row.results, sinks, o)
@@ -189,39 +188,12 @@ def _exact(stream):
     return exact
 
 
-# --- threads --------------------------------------------------------------------------
-def _run(rows, threads):
-    """All tasks of all rows; threads take parts of them until none is left."""
-    total = sum(row.numbers for row in rows)
-    cores = threads or len(os.sched_getaffinity(0))
-    count = max(min(cores, total // WORTH_A_THREAD), 1)
-    if count == 1:
-        for row in rows:
-            row.run(0, row.count)
-        return
-    parts = iter(_parts(rows, total / (4 * count)))
-    jobs = [_pool(count).submit(_work, parts) for _ in range(count - 1)]
-    _work(parts)
-    for job in jobs:
-        job.result()
-
-
-def _parts(rows, size):
-    """(row, first, last) of about `size` numbers each."""
+def _parts(rows, threads):
+    """(row, first, last): about four parts for each thread, of whole tasks."""
+    size = sum(row.numbers for row in rows) / (4 * (threads or cores()))
     parts = []
     for row in rows:
         step = max(int(row.count * size / max(row.numbers, 1)), 1)
         for first in range(0, row.count, step):
             parts.append((row, first, min(first + step, row.count)))
     return parts
-
-
-def _work(parts):
-    for row, first, last in parts:  # an iterator gives each part to one thread only
-        row.run(first, last)
-
-
-@lru_cache(maxsize=4)
-def _pool(threads):
-    """Threads that wait for work: to start them would cost more than short contexts."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="kvq-decode")

@@ -81,8 +81,9 @@ def _row_intrinsic(dtype):
     return row
 
 
-floats, words, halves, signed_bytes = map(
-    _row_intrinsic, (types.float32, types.uint32, types.uint16, types.int8)
+floats, words, halves, codes_of, signed_bytes = map(
+    _row_intrinsic,
+    (types.float32, types.uint32, types.uint16, types.uint8, types.int8),
 )
 
 
@@ -97,6 +98,16 @@ def half_to_float(typing, bits):
 
 
 @intrinsic
+def float_to_half(typing, x):
+    """The uint16 bits of float32 x rounded to binary16, half to even."""
+
+    def codegen(context, b, signature, args):
+        return b.bitcast(b.fptrunc(args[0], ir.HalfType()), I16)
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
 def round_even(typing, x):
     """The nearest integer, half to even, as float32; unlike `round` it vectorizes."""
 
@@ -104,6 +115,42 @@ def round_even(typing, x):
         return b.call(b.module.declare_intrinsic("llvm.rint", [F32]), args)
 
     return types.float32(types.float32), codegen
+
+
+@intrinsic
+def prefetch(typing, memory):
+    """Ask for the bytes at an address, which are wanted soon."""
+
+    def codegen(context, b, signature, args):
+        pointer = ir.PointerType(I8)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+        b.call(ask, [b.inttoptr(args[0], pointer), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@intrinsic
+def fused(typing, a, b, c):
+    """a b + c, rounded once."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(*[types.float32] * 3), codegen
+
+
+@intrinsic
+def nearest_byte(typing, x, offset):
+    """The nearest integer, half to even, plus int32 `offset`, as uint8."""
+
+    def codegen(context, b, signature, args):
+        kind = ir.FunctionType(I32, [F32])
+        rint = cgutils.get_or_insert_function(b.module, kind, "llvm.lrint.i32.f32")
+        return b.trunc(b.add(b.call(rint, args[:1]), args[1]), I8)
+
+    return types.uint8(types.float32, types.int32), codegen
 
 
 @intrinsic

@@ -197,21 +197,51 @@ def test_sizes_around_a_block(rows, columns):
         np.testing.assert_array_equal(FAST.dequant(packed), packed.dequantize())
 
 
-def test_nothing_is_written_beside_the_outputs():
-    from kvq.kernels.cpu.codes import decode_codes, encode
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_nothing_is_written_beside_the_outputs(bits):
+    from kvq.kernels.cpu.codes import decode_rows, encode_strips
 
-    N, T, D, bits, canary = 1, 33, 13, 3, 0xA5
-    guarded = np.full(N * T * 5 + 64, canary, np.uint8)
-    packed = guarded[32:-32].reshape(N, T, 5)
+    N, T, D, canary = 1, 33, 13, 0xA5
+    width = -(-D * bits // 8)
+    guarded = np.full(N * T * width + 64, canary, np.uint8)
+    packed = guarded[32:-32].reshape(N, T, width)
     ones = np.ones((N, T, 1), np.float32)
-    x = np.broadcast_to(np.arange(D, dtype=np.float32) % 8, (N, T, D))
-    encode(x, ones, 0 * ones, 1, D, bits, 0, 7, 0, packed)
+    levels = 0, 2**bits - 1, 0
+    x = np.tile(np.arange(D, dtype=np.float32) % 2**bits, (N, T, 1))
+    encode_strips(0, T, x, ones, 0 * ones, 1, D, bits, levels, packed)
     out = np.full(N * T * D + 32, np.float32(canary))
     view = out[16:-16].reshape(N, T, D)
-    decode_codes(packed, ones, 0 * ones, 1, D, 0, bits, 0, view)
+    decode_rows(0, T, packed, ones, 0 * ones, (1, D, 0, bits, 0), view)
     np.testing.assert_array_equal(view, x)
     for margin in (guarded[:32], guarded[-32:], out[:16], out[-16:]):
         assert (margin == canary).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("levels", ["asymmetric", "symmetric", "full-range"])
+def test_numbers_near_a_tie_are_divided(bits, levels):
+    # Halves of a step, one unit in the last place below and above: a product with the
+    # rounded reciprocal of the scale takes some of them to the other side.
+    scheme = Scheme(bits, "token", 64, levels)
+    s = np.float32(np.float16(0.3)) * np.ones(64, np.float32)
+    grid = (np.arange(64) % (2**bits - 1) + np.float32(0.5)) * s
+    rows = [np.nextafter(grid, np.float32(way)) for way in (-np.inf, np.inf)]
+    x = np.stack([grid, *rows, 3 * grid, grid / 7])[None]
+    x[..., 0], x[..., 1] = 0, (2**bits - 1) * s[0]
+    same_stored(FAST.pack(x, scheme), quantize(x, scheme))
+
+
+@pytest.mark.parametrize("scheme", [asymmetric(4, "channel", 32), Scheme(4)])
+def test_threads_change_no_byte(scheme):
+    from kvq.kernels.cpu.codes import dequant, pack
+
+    x = uneven((3, 2111, 64))
+    one = pack(x, scheme, threads=1)
+    for threads in (2, 5):
+        same_stored(pack(x, scheme, threads=threads), one)
+        np.testing.assert_array_equal(
+            dequant(one, threads=threads), dequant(one, threads=1)
+        )
 
 
 @pytest.mark.parametrize("D", [1, 3, 63, 65, 100])
