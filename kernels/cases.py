@@ -10,7 +10,7 @@ import numpy as np
 
 from kvq.cache import KVCache
 from kvq.kernels.host import operation
-from kvq.scheme import Policy, Scheme
+from kvq.scheme import FP16, Policy, Scheme
 from kvq.tensor import quantize
 
 OPS = ("pack", "dequant", "decode")
@@ -20,8 +20,9 @@ OPS = ("pack", "dequant", "decode")
 class Case:
     """One version of one operation, and what it works on.
 
-    bits, group : of every group of numbers. per : "token" or "channel", of what is
-    packed and dequantized, and of the keys of decode; its values are per token.
+    bits, group : of every group of numbers; 16 bits are float16, without groups. per :
+    "token" or "channel", of what is packed and dequantized, and of the keys of decode;
+    its values are per token.
     T : tokens. ratio : query heads of each of the H_kv heads. residual : tokens that
     decode finds in full precision. dtype : of what is not quantized.
     """
@@ -48,13 +49,17 @@ class Case:
 
     @property
     def scheme(self):
-        return Scheme(self.bits, self.per, self.group, self.levels)
+        return self._scheme(self.per)
+
+    def _scheme(self, per):
+        if self.bits == 16:
+            return FP16
+        return Scheme(self.bits, per, self.group, self.levels)
 
     @property
     def policy(self):
         """Of the cache that decode reads."""
-        value = Scheme(self.bits, "token", self.group, self.levels)
-        return Policy(key=self.scheme, value=value, residual=self.residual)
+        return Policy(self.scheme, self._scheme("token"), self.residual)
 
 
 def inputs(case):
@@ -90,6 +95,11 @@ def versions():
     for op in OPS:
         host = operation(op)
         yield from ((op, version) for version in host.VERSIONS)
+
+
+def tensor_core_versions():
+    """Likewise of the kernels that use tensor cores: CUDA C alone."""
+    yield from (("decode", version) for version in operation("decode").TENSOR_CORES)
 
 
 def _random(shape, dtype, seed=0):

@@ -13,7 +13,7 @@ import numpy as np
 from kvq.kernels.launch import Launch
 
 THREADS = 256  # of a block, where nothing speaks for another number
-C_TYPES = {"float16": "__half", "float32": "float"}
+C_TYPES = {"float16": "__half", "float32": "float", "bfloat16": "__nv_bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,18 @@ def flat(array, dtype=None):
     if array is None or array.size == 0:
         return np.zeros(1, dtype or array.dtype)
     return np.ascontiguousarray(array, dtype).reshape(-1)
+
+
+def flat_numbers(x):
+    """(`flat(x)`, its type in C) of floating-point numbers.
+
+    bfloat16 stays what it is, an even number of them: two in a uint32, because no
+    argument of a kernel has that dtype.
+    """
+    if x.dtype.name == "bfloat16":
+        return flat(x).view(np.uint32), C_TYPES["bfloat16"]
+    number = narrow(x.dtype.name)
+    return flat(x, number), C_TYPES[number]
 
 
 def unwritten(shape, dtype):

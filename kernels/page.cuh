@@ -3,14 +3,17 @@
 //     [ key scales | key zeros | key codes | value codes | value scales | value zeros ]
 //
 // Constants: HEAD_DIM (64, 128 or 256); KEY_BITS (8, 4 or 2), KEY_GROUP, KEY_PER_CHANNEL,
-// KEY_ASYMMETRIC; VALUE_BITS, VALUE_GROUP, VALUE_ASYMMETRIC. Scales are binary16.
+// KEY_ASYMMETRIC; VALUE_BITS, VALUE_GROUP, VALUE_ASYMMETRIC. Scales are binary16. E, the
+// type of numbers in full precision: __half or __nv_bfloat16. Where there are no others,
+// KEY_BITS = VALUE_BITS = 16.
 #pragma once
 #include "kvq.cuh"
 
 constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int BLOCKS = HEAD_DIM / 16;  // of 16 channels
-constexpr int STEP = 64;               // tokens that a warp takes at a time
+constexpr int STEP = 64;               // tokens that a warp takes at a time, of codes
+constexpr int EXACT_STEP = 16;         // the same, of numbers: they are larger
 constexpr int PAGE = KEY_PER_CHANNEL && KEY_GROUP > STEP ? KEY_GROUP : STEP;  // tokens
 
 // Keys or values. A is a matrix of 16 x 16 of them: `fragments.cuh`.
@@ -25,9 +28,10 @@ struct Side {
     static constexpr int offset = !coded || asymmetric ? 0 : 1 << (bits - 1);
     static constexpr int columns = coded && !per_channel ? HEAD_DIM / group : 1;
     static constexpr int fragments = 16 / bits;  // in 16 bytes of a lane
+    static constexpr int tokens = coded ? STEP : EXACT_STEP;  // of a step
     // Sizes in units of 16 bytes: codes and scales of a step, but the scales of keys per
     // channel are those of a page.
-    static constexpr int step = 32 * (STEP / 16) * BLOCKS / fragments;
+    static constexpr int step = 32 * (tokens / 16) * BLOCKS / fragments;
     static constexpr int numbers =
         !coded ? 0 : per_channel ? PAGE / group * HEAD_DIM / 8 : STEP * columns / 8;
     static constexpr int zeros = asymmetric ? numbers : 0;
@@ -37,15 +41,16 @@ typedef Side<KEY_BITS, KEY_GROUP, KEY_PER_CHANNEL, KEY_ASYMMETRIC, false> Keys;
 typedef Side<VALUE_BITS, VALUE_GROUP, false, VALUE_ASYMMETRIC, true> Values;
 typedef Side<16, HEAD_DIM, false, false, false> Exact;  // numbers as they are
 
-// A page: scale and zero of the keys; then for each 64 tokens the codes of the keys and of
-// the values, and scale and zero of the values.
+// A page: scale and zero of the keys; then for each step the codes of the keys and of the
+// values, and scale and zero of the values.
 template <class K, class V>
 struct Record {
+    static constexpr int tokens = K::coded ? PAGE : STEP, in_page = tokens / K::tokens;
     static constexpr int key_zero = K::numbers, steps = key_zero + K::zeros;
     static constexpr int values = K::step, value_scale = values + V::step;
     static constexpr int value_zero = value_scale + V::numbers;
     static constexpr int step = value_zero + V::zeros;
-    static constexpr int size = steps + (K::coded ? PAGE / STEP : 1) * step;
+    static constexpr int size = steps + in_page * step;
 };
 
 // 2 bits: register r of a fragment stands at one of 4 places of a 16-bit half, of the word

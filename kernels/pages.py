@@ -13,10 +13,11 @@ neighbouring bytes. So no number ever moves from one lane to another.
 
 A page of keys per channel with 128 tokens in a group holds 128 tokens: the scales and
 zeros of the keys once, then the four other parts for 64 tokens, then those for 64 more.
+A page of full precision holds float16 or bfloat16 numbers and nothing else: keys and
+values of 16 tokens, four times.
 
 A `PageLayout` says where each code, scale and zero is. It is a permutation, like the
-words of `layouts.py`: `to_pages` and `from_pages` lose nothing. A page of full
-precision holds binary16 numbers (16 bits) and nothing else.
+words of `layouts.py`: `to_pages` and `from_pages` lose nothing.
 """
 
 import functools
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvq.dtypes import numpy_dtype
 from kvq.kernels.host import first_invalid, invalid
 from kvq.scheme import UNIFORM, Scheme
 
@@ -31,6 +33,8 @@ BITS = (16, 8, 4, 2)
 HEAD_DIMS = (64, 128, 256)
 CHANNEL_GROUPS = (32, 64, 128)  # tokens of a group of keys per channel
 STEP = 64  # tokens of a page; more where a group of keys per channel is larger
+EXACT_STEP = 16  # tokens of a step of a page of full precision
+EXACT = ("float16", "bfloat16")
 LANES = 32
 
 
@@ -117,14 +121,15 @@ class PageLayout:
 
     @property
     def step(self):
-        """Words of 64 tokens: codes of keys, of values; scales and zeros of values."""
-        codes = [STEP * self.D * s.bits // 32 for s in (self.key, self.value)]
+        """Words of a step: codes of keys, of values; scales and zeros of values."""
+        tokens = self.tokens // self.steps
+        codes = [tokens * self.D * s.bits // 32 for s in (self.key, self.value)]
         words = self.numbers[1] // (2 * self.steps)
         return [*codes, words, words * self.value.has_zero]
 
     @property
     def steps(self):
-        return self.tokens // STEP
+        return self.tokens // (EXACT_STEP if self.key.full_precision else STEP)
 
     @property
     def words(self):
@@ -152,8 +157,8 @@ class PageLayout:
     def to_pages(self, k, v):
         """k, v : (codes (..., T, D), scale, zero), the arrays of whole pages.
 
-        codes are uint8, or float16 numbers of a scheme without codes; scale and zero
-        are float16 (..., groups of T, groups of D), zero may be None.
+        codes are uint8, or the numbers of a scheme without codes, in its dtype; scale
+        and zero are float16 (..., groups of T, groups of D), zero may be None.
         Returns uint32 (..., T / tokens, words). Raises ValueError for other shapes.
         """
         k, v = self._paged(k, 0), self._paged(v, 1)
@@ -189,6 +194,21 @@ class PageLayout:
             (self._codes(v, 1), *(self._numbers(x, 1) for x in tails)),
         )
 
+    @property
+    def constants(self):
+        """What `page.cuh` is compiled for, but for E."""
+        key, value, D = self.key, self.value, self.D
+        return {
+            "HEAD_DIM": D,
+            "KEY_BITS": key.bits,
+            "KEY_GROUP": key.group if key.per == "channel" else min(key.group or D, D),
+            "KEY_PER_CHANNEL": int(key.per == "channel"),
+            "KEY_ASYMMETRIC": int(key.has_zero),
+            "VALUE_BITS": value.bits,
+            "VALUE_GROUP": min(value.group or D, D),
+            "VALUE_ASYMMETRIC": int(value.has_zero),
+        }
+
     # --- codes ------------------------------------------------------------------------
     def _words(self, codes, side):
         bits = (self.key, self.value)[side].bits
@@ -200,14 +220,16 @@ class PageLayout:
         return np.bitwise_or.reduce(fields << _shifts(bits), axis=-1)
 
     def _codes(self, words, side):
-        bits = (self.key, self.value)[side].bits
+        scheme = (self.key, self.value)[side]
+        bits = scheme.bits
         fields = words[..., None] >> _shifts(bits) & np.uint32(2**bits - 1)
         *lead, pages, _ = words.shape
         out = np.empty((*lead, pages, self.tokens * self.D), np.uint16)
         order = _field_order(self.tokens, self.D, bits, bool(side))
         out[..., order] = fields.reshape(out.shape)
         out = out.reshape(*lead, pages * self.tokens, self.D)
-        return out.view(np.float16) if bits == 16 else out.astype(np.uint8)
+        exact = scheme.full_precision
+        return out.view(numpy_dtype(scheme.levels)) if exact else out.astype(np.uint8)
 
     # --- scales and zeros -------------------------------------------------------------
     def _paged(self, arrays, side):
@@ -250,6 +272,8 @@ def unsupported(key, value, D):
             return f"{name}: {reason}"
     if key.full_precision != value.full_precision:
         return "keys or values alone in full precision; valid: both or neither"
+    if key.full_precision and key.levels != value.levels:
+        return f"keys {key.levels}, values {value.levels}; valid: the same for both"
     return None
 
 
@@ -257,7 +281,7 @@ def _unsupported_side(scheme, D, name):
     if reason := invalid("bits", scheme.bits, BITS):
         return reason
     if scheme.full_precision:
-        return invalid("levels", scheme.levels, ("float16",))
+        return invalid("levels", scheme.levels, EXACT)
     limits = {
         "levels": UNIFORM,
         "transform": (None,),

@@ -1,7 +1,7 @@
 """What each kernel may cost on each architecture, as it was recorded: `sm_80.csv`, ...
 
     problems(rows)    rows of `kvq.kernels.report.rows` that cost more than recorded
-    markdown()        the table of kernels/README.md
+    markdown()        a table of kernels/README.md; `tensor_cores.py` has the other
 
 `python -m kvq.kernels.budgets` records again. The numbers belong to the version of
 NVRTC in the header of a file; another version makes other machine code.
@@ -88,9 +88,14 @@ def ratio(row, what):
 
 
 def with_table(text):
-    """README's text with the table between its markers. Raises ValueError."""
-    marker = r"(<!-- kernels -->\n).*?(\n<!-- /kernels -->)"
-    new, count = re.subn(marker, lambda m: m[1] + markdown() + m[2], text, flags=re.S)
-    if count != 1:
-        raise ValueError(f"README.md has {count} places for the table, not 1")
-    return new
+    """README's text with both tables between their markers. Raises ValueError."""
+    from kvq.kernels.budgets import tensor_cores
+
+    tables = {"kernels": markdown(), "tensor cores": tensor_cores.markdown()}
+    for name, table in tables.items():
+        marker = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        new = lambda found, table=table: found[1] + table + found[2]  # noqa: E731
+        text, count = re.subn(marker, new, text, flags=re.S)
+        if count != 1:
+            raise ValueError(f"README.md has {count} places for the table {name!r}")
+    return text

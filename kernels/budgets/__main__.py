@@ -1,13 +1,14 @@
-"""Record what the kernels cost, or compare the table of kernels/README.md.
+"""Record what the kernels cost, or compare the tables of kernels/README.md.
 
-python -m kvq.kernels.budgets            compile, count, write sm_*.csv and the table
-python -m kvq.kernels.budgets --check    exit with 1 where the table is not these files
+python -m kvq.kernels.budgets            compile, count, write *.csv and the tables
+python -m kvq.kernels.budgets --check    exit with 1 where they are not these files
 """
 
 import argparse
 import sys
 
 from kvq.kernels import budgets, report
+from kvq.kernels.budgets import tensor_cores
 from kvq.kernels.cases import versions
 from kvq.kernels.launch import nvrtc
 from kvq.tables import write_table
@@ -38,6 +39,7 @@ def record():
             if row["arch"] == arch
         ]
         write_table(budgets.FOLDER / f"sm_{arch}.csv", own, header)
+    tensor_cores.main()
     text = budgets.with_table(budgets.README.read_text(encoding="utf-8"))
     budgets.README.write_text(text, encoding="utf-8")
 

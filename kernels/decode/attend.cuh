@@ -1,4 +1,4 @@
-// One warp, one step of 64 tokens, up to 16 query heads: the equations of `fragments.cuh`.
+// One warp, one step of tokens, up to 16 query heads: the equations of `fragments.cuh`.
 //
 //     S_t = q . k_t       p_t = 2^(c S_t - m)       l += sum_t p_t       o += sum_t p_t v_t
 //
@@ -98,7 +98,7 @@ template <class K>
 __device__ inline void add_keys(const u32 (&a)[4], int d, const u32 (&q)[2], u32 scale,
                                 u32 zero, const Query& query, int i, float (&sum)[4],
                                 float (&S)[4]) {
-    if (!K::coded) return mma(S, a, query.q[i][d]);
+    if (!K::coded) return mma<BFLOAT<K>>(S, a, query.q[i][d]);
     if (K::per_channel) return mma(S, a, q);
     int j = d * 16 / K::group;
     if (d * 16 % K::group == 0)
@@ -108,30 +108,29 @@ __device__ inline void add_keys(const u32 (&a)[4], int d, const u32 (&q)[2], u32
 }
 
 template <class K, class V>
-__device__ inline void scores(const uint4* page, int step, const Query& query,
-                              float (&S)[TILES][4][4]) {
+__device__ inline void scores(const uint4* head, const uint4* codes, const Query& query,
+                              float (&S)[TILES][K::tokens / 16][4]) {
     typedef Record<K, V> R;
     int lane = threadIdx.x % 32, g = lane / 4;
-    const uint4* codes = page + R::steps + step * R::step + lane;
     u32 q[TILES][BLOCKS][2];
     float start[TILES][4] = {}, sum[TILES][4];
     uint4 unit, scale[K::columns], zero[K::columns];
     for (int j = 0; j < K::columns && K::coded && !K::per_channel; ++j) {
-        scale[j] = page[j * 8 + g];
-        if (K::asymmetric) zero[j] = page[R::key_zero + j * 8 + g];
+        scale[j] = head[j * 8 + g];
+        if (K::asymmetric) zero[j] = head[R::key_zero + j * 8 + g];
     }
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {  // 16 tokens
+    for (int b = 0; b < K::tokens / 16; ++b) {  // 16 tokens
         if (K::per_channel && b * 16 % K::group == 0) {
             int row = K::group < STEP ? b * 16 / K::group * (HEAD_DIM / 8) : 0;
-            fold(page + row, page + R::key_zero + row, query, q, start);
+            fold(head + row, head + R::key_zero + row, query, q, start);
         }
         for (int i = 0; i < TILES; ++i)
             for (int r = 0; r < 4; ++r) S[i][b][r] = start[i][r];
 #pragma unroll
         for (int d = 0; d < BLOCKS; ++d) {  // 16 channels
             int f = b * BLOCKS + d, j = d * 16 / K::group;
-            if (f % K::fragments == 0) unit = codes[f / K::fragments * 32];
+            if (f % K::fragments == 0) unit = codes[f / K::fragments * 32 + lane];
             u32 a[4];
             fragment<K>(unit, f % K::fragments, a);
             for (int i = 0; i < TILES; ++i)
@@ -143,21 +142,23 @@ __device__ inline void scores(const uint4* page, int step, const Query& query,
 
 // --- softmax ---------------------------------------------------------------------------
 // Rows at and beyond `count` of the step are no tokens.
-__device__ inline void mask(float (&S)[TILES][4][4], int count) {
+template <int N>
+__device__ inline void mask(float (&S)[TILES][N][4], int count) {
     int g = threadIdx.x % 32 / 4;
-    for (int b = 0; b < 4; ++b)
+    for (int b = 0; b < N; ++b)
         for (int r = 0; r < 4; ++r)
             for (int i = 0; i < TILES; ++i)
                 if (b * 16 + r / 2 * 8 + g >= count) S[i][b][r] = NOTHING;
 }
 
 // The largest score of each head: over the rows of this lane, then over all rows.
-__device__ inline void largest_of_heads(const float (&S)[TILES][4][4],
+template <int N>
+__device__ inline void largest_of_heads(const float (&S)[TILES][N][4],
                                         float (&top)[TILES][2]) {
     for (int i = 0; i < TILES; ++i)
         for (int h = 0; h < 2; ++h) {
             float x = NOTHING;
-            for (int b = 0; b < 4; ++b) x = fmaxf(x, fmaxf(S[i][b][h], S[i][b][h + 2]));
+            for (int b = 0; b < N; ++b) x = fmaxf(x, fmaxf(S[i][b][h], S[i][b][h + 2]));
             for (int lanes = 4; lanes < 32; lanes *= 2)
                 x = fmaxf(x, __shfl_xor_sync(WARP, x, lanes));
             top[i][h] = x;
@@ -189,13 +190,14 @@ __device__ inline void rescale(State& s, const float (&top)[TILES][2], const Que
 //
 // Of 16 tokens, turned from C (rows are tokens) into B. l is the sum of p as o gets it,
 // rounded: what a rounding adds to p it adds to both.
+template <bool bfloat>
 __device__ inline void probabilities(const float (&S)[4], const Query& query,
                                      const float (&m)[2], float (&l)[4], u32 (&p)[2]) {
     float x[4];
     for (int r = 0; r < 4; ++r) x[r] = power_of_two(fmaf(S[r], query.c, -m[r % 2]));
-    p[0] = transposed(pair(x[0], x[1]));
-    p[1] = transposed(pair(x[2], x[3]));
-    mma(l, query.ones, p);
+    p[0] = transposed(pair<bfloat>(x[0], x[1]));
+    p[1] = transposed(pair<bfloat>(x[2], x[3]));
+    mma<bfloat>(l, query.ones, p);
 }
 
 // --- O^T += V^T P^T --------------------------------------------------------------------
@@ -206,25 +208,24 @@ __device__ inline void probabilities(const float (&S)[4], const Query& query,
 // leave sum_t p_t s_t too much in o: `finish` takes it off. Both sums grow alike, and so do
 // the errors of adders that truncate.
 template <class K, class V>
-__device__ inline void add_values(const uint4* page, int step, const Query& query,
-                                  const float (&S)[TILES][4][4], State& s) {
+__device__ inline void add_values(const uint4* step, const Query& query,
+                                  const float (&S)[TILES][V::tokens / 16][4], State& s) {
     typedef Record<K, V> R;
     int lane = threadIdx.x % 32, t = lane % 4;
-    page += R::steps + step * R::step;
-    const uint4* codes = page + R::values + lane;
+    const uint4* codes = step + R::values + lane;
     uint4 unit, scale, zero;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {  // 16 tokens
+    for (int b = 0; b < V::tokens / 16; ++b) {  // 16 tokens
         u32 p[TILES][2], scaled[TILES][2];
         for (int i = 0; i < TILES; ++i)
-            probabilities(S[i][b], query, s.m[i], s.l[i], p[i]);
+            probabilities<BFLOAT<V>>(S[i][b], query, s.m[i], s.l[i], p[i]);
 #pragma unroll
         for (int d = 0; d < BLOCKS; ++d) {  // 16 channels
             int f = b * BLOCKS + d, j = d * 16 / V::group;
             if (V::coded && d * 16 % V::group == 0) {
                 int u = b * V::columns + j;  // 2 of them in 16 bytes
-                if (u % 2 == 0) scale = page[R::value_scale + u / 2 * 4 + t];
-                if (u % 2 == 0 && V::asymmetric) zero = page[R::value_zero + u / 2 * 4 + t];
+                if (u % 2 == 0) scale = step[R::value_scale + u / 2 * 4 + t];
+                if (u % 2 == 0 && V::asymmetric) zero = step[R::value_zero + u / 2 * 4 + t];
                 for (int i = 0; i < TILES; ++i) {
                     for (int r = 0; r < 2; ++r)
                         scaled[i][r] = multiply(p[i][r], word(scale, 2 * r + u % 2));
@@ -238,16 +239,25 @@ __device__ inline void add_values(const uint4* page, int step, const Query& quer
             u32 a[4];
             fragment<V>(unit, f % V::fragments, a);
             for (int i = 0; i < TILES; ++i)
-                mma(s.o[i][d], a, V::coded ? scaled[i] : p[i]);
+                mma<BFLOAT<V>>(s.o[i][d], a, V::coded ? scaled[i] : p[i]);
         }
     }
 }
 
-// After the last page with codes, numbers come as they are: q for them again.
+// Two binary16 numbers as two of type E.
+__device__ inline u32 to_numbers(u32 x) {
+    float2 two = __half22float2(halves(x));
+    return BFLOAT<Exact> ? pair<true>(two.x, two.y) : x;
+}
+
+// After the last page with codes, numbers come as they are: q for them again, in E.
 __device__ inline void finish(Query& query) {
-    if (Keys::per_channel || !Keys::lifted) return;
     for (auto& tile : query.q)
-        for (int d = 0; d < BLOCKS; ++d) lift(d, tile[d], -1);
+        for (int d = 0; d < BLOCKS; ++d) {
+            if (!Keys::per_channel && Keys::lifted) lift(d, tile[d], -1);
+            for (u32& q : tile[d]) q = to_numbers(q);
+        }
+    for (u32& one : query.ones) one = to_numbers(one);
 }
 
 //     o = 4^k (o - (1 + offset / 4^k) sum_t p_t s_t) + sum_t p_t z_t
@@ -269,20 +279,31 @@ __device__ inline void finish(State& s) {
             }
 }
 
-// The tokens of one step of a page join the state; `count` of its 64 rows are tokens.
+// The tokens of one step of a page join the state; its first `count` rows are tokens. head:
+// scales and zeros of the page's keys.
 template <class K, class V>
-__device__ inline void attend_step(const uint4* page, int step, int count,
+__device__ inline void attend_step(const uint4* head, const uint4* step, int count,
                                    const Query& query, State& s) {
-    float S[TILES][4][4], top[TILES][2];
-    scores<K, V>(page, step, query, S);
+    float S[TILES][K::tokens / 16][4], top[TILES][2];
+    scores<K, V>(head, step, query, S);
     if (SOFTCAP)
         for (auto& tile : S)
             for (auto& block : tile)
                 for (float& x : block) x = tanhf(x * query.inverse_cap);
-    if (count < STEP) mask(S, count);
+    if (count < K::tokens) mask(S, count);
     largest_of_heads(S, top);
     rescale(s, top, query);
-    add_values<K, V>(page, step, query, S, s);
+    add_values<K, V>(step, query, S, s);
+}
+
+template <class K, class V>
+__device__ inline void attend_page(const uint4* page, int count, const Query& query,
+                                   State& s) {
+    typedef Record<K, V> R;
+#pragma unroll 1
+    for (int i = 0; i < R::in_page && i * K::tokens < count; ++i)
+        attend_step<K, V>(page, page + R::steps + i * R::step, count - i * K::tokens, query,
+                          s);
 }
 
 // --- q and the powers of two -----------------------------------------------------------

@@ -1,8 +1,8 @@
 // Tensor-core attention over pages: what v4 and v5 share.
 //
 // One instruction of a warp, mma.m16n8k16, is C (16 x 8) += A (16 x 16) B (16 x 8): A and B
-// in binary16, C in float32. Each lane holds a part of each matrix, its fragment. With
-// g = lane / 4, t = lane % 4:
+// in binary16 (or both in bfloat16), C in float32. Each lane holds a part of each matrix,
+// its fragment. With g = lane / 4, t = lane % 4:
 //
 //     A   rows g, g + 8    columns 2t, 2t + 1, 2t + 8, 2t + 9      four registers
 //     B   rows 2t, 2t + 1, 2t + 8, 2t + 9             column g     two registers
@@ -29,17 +29,32 @@ constexpr int CHUNKS = divide_up(RATIO, HEADS);
 // with 168 where there are more sums or addresses to keep, 8 with 255 where O alone takes
 // 64. Memory that delivers 4.3 TB/s to 132 multiprocessors after 0.75 us wants 24 KB on
 // their way to each: that is 2 KB for each of 12 warps, 4 loads of 16 bytes by each lane.
-constexpr bool FEW = Keys::per_channel && Keys::group == STEP && !Values::lifted;
+constexpr bool FEW =
+    !Keys::coded || (Keys::per_channel && Keys::group == STEP && !Values::lifted);
 constexpr int RESIDENT = TILES * HEAD_DIM > 128 ? 8 : FEW ? 16 : 12;
 
 #define NOTHING __uint_as_float(0xff800000)  // -inf, the maximum of no scores
 
+// Numbers in bfloat16 reach beyond binary16. So products with them are bfloat16's, and q
+// and p are rounded to it as well: 8 significant bits, as such a model computes itself.
+template <class A>
+constexpr bool is_bfloat = false;
+template <>
+constexpr bool is_bfloat<__nv_bfloat16> = true;
+template <class Side>
+constexpr bool BFLOAT = !Side::coded && is_bfloat<E>;
+
 // --- instructions ----------------------------------------------------------------------
+#define MMA(type)                                                                        \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, " \
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                  \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+
+template <bool bfloat = false>
 __device__ inline void mma(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if constexpr (bfloat) MMA("bf16");
+    else MMA("f16");
 }
 
 // The transpose of an 8 x 8 matrix whose row g lies in the lanes 4g .. 4g + 3.
@@ -75,9 +90,15 @@ __device__ inline u32 select(u32 x, u32 mask, u32 magic) {
     return out;
 }
 
+template <bool bfloat = false>
 __device__ inline u32 pair(float low, float high) {
-    __half2 x = __floats2half2_rn(low, high);
-    return reinterpret_cast<u32&>(x);
+    if constexpr (bfloat) {
+        __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+        return reinterpret_cast<u32&>(x);
+    } else {
+        __half2 x = __floats2half2_rn(low, high);
+        return reinterpret_cast<u32&>(x);
+    }
 }
 __device__ inline u32 both(float x) { return pair(x, x); }
 __device__ inline __half2 halves(u32 x) { return reinterpret_cast<__half2&>(x); }

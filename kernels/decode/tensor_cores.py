@@ -3,13 +3,20 @@
 CUDA C alone: Numba has no word for the instructions `mma` and `movmatrix`. Products
 are of binary16 numbers, sums in float32: so the error is that of binary16, not that of
 float32 as with v1 to v3. They need compute capability 8.0.
+
+Queries in bfloat16 become binary16 exactly: times a power of two that brings the
+largest of them near 2^14, so that only what is 2^28 times smaller loses bits. Keys and
+values in bfloat16 stay what they are. A window of them is multiplied as bfloat16, and
+so are p and q there; codes are multiplied as binary16 all the same.
+
+A cache of the policy "fp16" or "bf16" is the baseline: the same kernels, no codes.
 """
 
 import numpy as np
 
 from kvq.kernels import pages
 from kvq.kernels.decode import paged
-from kvq.kernels.host import C_TYPES, Version, flat, narrow, unwritten, versions
+from kvq.kernels.host import C_TYPES, Version, flat, flat_numbers, unwritten, versions
 from kvq.kernels.launch import Launch
 
 VERSIONS = versions(
@@ -29,7 +36,7 @@ def unsupported(policy, version, D=None):
     if policy.value is None:
         return "value=None (a latent cache); valid: a Scheme"
     reason = pages.unsupported(policy.key, policy.value, D)
-    if reason or version != "v5" or D is None or policy.key.full_precision:
+    if reason or version != "v5" or D is None:
         return reason
     size = STAGES * stage_bytes(pages.PageLayout(policy.key, policy.value, D))
     if size > MOST_SHARED:
@@ -53,33 +60,33 @@ def wave(version, layout, ratio):
     _, heads = heads_of_block(ratio, layout.D)
     key, value = layout.key, layout.value
     few = (key.per, key.group) == ("channel", pages.STEP) and value.bits != 2
+    few = few or key.full_precision
     warps = 8 if heads * layout.D > 1024 else 16 if few else 12
     if version == "v5":
         warps = min(warps, ALL_SHARED // (STAGES * stage_bytes(layout)))
+        warps -= warps % warps_of_block(version, layout)
     return PROCESSORS * warps
 
 
-def constants(version, layout, ratio, q_type="__half", softcap=0):
-    """What the kernels are compiled for. layout : a PageLayout."""
-    key, value, D = layout.key, layout.value, layout.D
+def warps_of_block(version, layout):
+    """v5: as many as have room for their rings."""
+    if version == "v4":
+        return WARPS
+    return min(WARPS, MOST_SHARED // (STAGES * stage_bytes(layout)))
+
+
+def constants(version, layout, ratio, q_type="__half", softcap=0, exact="__half"):
+    """What the kernels are compiled for. layout : a PageLayout. exact : the type of
+    numbers in full precision."""
     found = {
-        "HEAD_DIM": D,
+        **layout.constants,
         "RATIO": ratio,
-        "WARPS": WARPS,
-        "KEY_BITS": key.bits,
-        "KEY_GROUP": key.group if key.per == "channel" else min(key.group or D, D),
-        "KEY_PER_CHANNEL": int(key.per == "channel"),
-        "KEY_ASYMMETRIC": int(key.has_zero),
-        "VALUE_BITS": value.bits,
-        "VALUE_GROUP": min(value.group or D, D),
-        "VALUE_ASYMMETRIC": int(value.has_zero),
+        "WARPS": warps_of_block(version, layout),
         "SOFTCAP": int(softcap > 0),
         "X": q_type,
+        "E": exact,
     }
-    if version == "v5":
-        warps = min(WARPS, MOST_SHARED // (STAGES * stage_bytes(layout)))
-        found |= {"WARPS": warps, "STAGES": STAGES}
-    return found
+    return found | {"STAGES": STAGES} if version == "v5" else found
 
 
 def launches(version, cache, q, sinks, out, numbers):
@@ -90,13 +97,12 @@ def launches(version, cache, q, sinks, out, numbers):
 
 
 def _arrays(cache, q):
-    X = narrow(q.dtype.name)
     pools = (
         flat(a) if a.size else np.zeros(4, a.dtype)
         for a in (cache.pages, cache.exact_pages)
     )
     return (
-        flat(q, X),
+        flat_numbers(q)[0],
         *pools,
         flat(cache.table),
         flat(cache.lengths),
@@ -105,8 +111,10 @@ def _arrays(cache, q):
 
 
 def _compiled(version, cache, q, numbers):
-    ratio, X = q.shape[-3] // cache.shape[1], C_TYPES[narrow(q.dtype.name)]
-    return constants(version.name, cache.layout, ratio, X, numbers[1])
+    ratio = q.shape[-3] // cache.shape[1]
+    _, q_type = flat_numbers(q)
+    exact = C_TYPES[cache.exact.key.levels]
+    return constants(version.name, cache.layout, ratio, q_type, numbers[1], exact)
 
 
 def _v4(version, cache, q, sinks, out, numbers):

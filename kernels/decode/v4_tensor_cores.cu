@@ -79,18 +79,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT / WARPS)
     const int* row = table + (i64)b * (P_cap + E_cap);
     int coded = lengths[2 * b], exact = lengths[2 * b + 1], here = divide_up(coded, PAGE);
     int n = split * pages_per_split + threadIdx.x / 32, end = (split + 1) * pages_per_split;
-    for (; n < min(end, here); n += WARPS) {
-        const uint4* page = pages + ((i64)row[n] * H_kv + g) * Record<Keys, Values>::size;
-#pragma unroll 1
-        for (int i = 0; i < PAGE / STEP && n * PAGE + i * STEP < coded; ++i)
-            attend_step<Keys, Values>(page, i, coded - n * PAGE - i * STEP, query, state);
+    if constexpr (Keys::coded) {
+        for (; n < min(end, here); n += WARPS)
+            attend_page<Keys, Values>(
+                pages + ((i64)row[n] * H_kv + g) * Record<Keys, Values>::size,
+                coded - n * PAGE, query, state);
     }
     finish(query);
     finish(state);
     for (; n < min(end, here + divide_up(exact, STEP)); n += WARPS) {
         i64 place = row[P_cap + n - here];
-        attend_step<Exact, Exact>(
-            exact_pages + (place * H_kv + g) * Record<Exact, Exact>::size, 0,
+        attend_page<Exact, Exact>(
+            exact_pages + (place * H_kv + g) * Record<Exact, Exact>::size,
             exact - (n - here) * STEP, query, state);
     }
     merge_warps(shared, state);

@@ -19,26 +19,43 @@
 // Constants: those of `fragments.cuh`, and STAGES.
 #include "attend.cuh"
 
+// What goes through the ring: codes, or numbers in full precision where nothing is coded.
 typedef Record<Keys, Values> Page;
-constexpr int STAGE = Page::steps + Page::step;  // 16-byte pieces: scales of keys, a step
+
+// A part of a warp's ring: step n is in stage n % STAGES, the head of page p, which is the
+// scales and zeros of its keys, in stage p % STAGES.
+struct Stage {
+    uint4 pieces[Page::steps + Page::step];
+    __device__ uint4* head() { return pieces; }
+    __device__ uint4* step() { return pieces + Page::steps; }
+};
 
 struct Shared {
-    uint4 ring[WARPS][STAGES][STAGE];
+    Stage ring[WARPS][STAGES];
 };
 
 // Warps of a multiprocessor: also as many as its shared memory has room for, 160 KB.
-constexpr int FIT = 160 * 1024 / (STAGES * STAGE * 16);
+constexpr int FIT = 160 * 1024 / (STAGES * (int)sizeof(Stage));
 constexpr int BLOCKS_RESIDENT = divide_up(RESIDENT < FIT ? RESIDENT : FIT, WARPS);
 
 struct Row {
     const int* table;  // of the pages of its sequence
-    int g, H_kv, coded, exact;
+    int g, H_kv, tokens;
 };
 
 // --- the ring --------------------------------------------------------------------------
-// to: an address in shared memory.
-__device__ inline void copy_async(u32 to, const uint4* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
+// `size` pieces of 16 bytes; a lane copies every 32nd of them. Addresses are integers: of
+// pointers, the compiler would compute each one anew from the lane.
+template <int size>
+__device__ inline void copy_async(uint4* to, const uint4* from) {
+    int lane = threadIdx.x % 32;
+    u32 shared = (u32)__cvta_generic_to_shared(to + lane);
+    size_t global = __cvta_generic_to_global(from + lane);
+#pragma unroll
+    for (int i = 0; i < size; i += 32)
+        if (i + 32 <= size || i + lane < size)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared + 16 * i),
+                         "l"(global + 16 * i));
 }
 
 __device__ inline void close_group() { asm volatile("cp.async.commit_group;"); }
@@ -48,39 +65,39 @@ __device__ inline void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
 }
 
-// Begin to copy step n of a row, if there is one. Each call closes a group.
-__device__ inline void fetch(uint4* stage, const uint4* pages, Row row, int n, int end) {
-    constexpr int in_page = PAGE / STEP;
-    int lane = threadIdx.x % 32;
+// Begin to copy step n of a row, begin <= n, if n < end. Each call closes a group.
+__device__ inline void fetch(Stage* ring, const uint4* pages, Row row, int n, int begin,
+                             int end) {
+    constexpr int in_page = Page::in_page;
     if (n < end) {
         const uint4* page =
             pages + ((i64)row.table[n / in_page] * row.H_kv + row.g) * Page::size;
-        const uint4* step = page + n % in_page * Page::step + lane;
-        u32 to = (u32)__cvta_generic_to_shared(stage + lane);
-#pragma unroll
-        for (int i = 0; i < STAGE; i += 32) {
-            bool head = in_page > 1 && i + lane < Page::steps;  // of the page
-            if (i + 32 <= STAGE || i + lane < STAGE)
-                copy_async(to + 16 * i, (head ? page + lane : step) + i);
+        if constexpr (in_page == 1) {
+            copy_async<Page::size>(ring[n % STAGES].head(), page);  // and the step behind it
+        } else {
+            if (Page::steps > 0 && (n % in_page == 0 || n == begin))
+                copy_async<Page::steps>(ring[n / in_page % STAGES].head(), page);
+            copy_async<Page::step>(ring[n % STAGES].step(),
+                                   page + Page::steps + n % in_page * Page::step);
         }
     }
     close_group();
 }
 
-// Steps with codes, begin .. end - 1.
-__device__ inline void attend_coded(uint4 (&ring)[STAGES][STAGE], const uint4* pages,
-                                    Row row, int begin, int end, const Query& query,
-                                    State& state) {
-    for (int i = 0; i < STAGES - 1; ++i) fetch(ring[i], pages, row, begin + i, end);
-    int now = 0;
+// The tokens from begin STEP to end STEP - 1 of a row, by the ring.
+__device__ inline void attend_row(Stage* ring, const uint4* pages, Row row, int begin,
+                                  int end, const Query& query, State& state) {
+    begin *= STEP / Keys::tokens, end *= STEP / Keys::tokens;
+    end = min(end, divide_up(row.tokens, Keys::tokens));
+    for (int i = 0; i < STAGES - 1; ++i) fetch(ring, pages, row, begin + i, begin, end);
 #pragma unroll 1
     for (int n = begin; n < end; ++n) {
         wait_for_all_but<STAGES - 2>();
         __syncwarp();  // scales are read by all lanes; and all are done with the last step
-        int last = now == 0 ? STAGES - 1 : now - 1;
-        fetch(ring[last], pages, row, n + STAGES - 1, end);
-        attend_step<Keys, Values>(ring[now], 0, row.coded - n * STEP, query, state);
-        now = now == STAGES - 1 ? 0 : now + 1;
+        fetch(ring, pages, row, n + STAGES - 1, begin, end);
+        attend_step<Keys, Values>(ring[n / Page::in_page % STAGES].head(),
+                                  ring[n % STAGES].step(), row.tokens - n * Keys::tokens,
+                                  query, state);
     }
     wait_for_all_but<0>();
     __syncwarp();
@@ -161,24 +178,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_RESIDENT)
         int start = offsets[number], next = offsets[number + 1];
         int chunk = number % CHUNKS, g = number / CHUNKS % H_kv, b = number / CHUNKS / H_kv;
         int h = g * RATIO + chunk * HEADS, heads = min(HEADS, RATIO - chunk * HEADS);
-        Row row = {table + (i64)b * (P_cap + E_cap), g, H_kv, lengths[2 * b],
-                   lengths[2 * b + 1]};
+        const int* numbers = table + (i64)b * (P_cap + E_cap);  // of pages
+        Row coded = {numbers, g, H_kv, lengths[2 * b]};
+        Row exact = {numbers + P_cap, g, H_kv, lengths[2 * b + 1]};
         int begin = at - start, end = min(stop, next) - start;
-        int coded = divide_up(row.coded, STEP), exact = divide_up(row.exact, STEP);
 
         Query query = read_query(q + ((i64)b * H_q + h) * HEAD_DIM, heads,
                                  largest + 2 * ((i64)b * H_kv + g), scale, softcap);
         State state = nothing_seen();
-        attend_coded(shared.ring[threadIdx.x / 32], pages, row, begin, min(end, coded),
-                     query, state);
+        Stage* ring = shared.ring[threadIdx.x / 32];
+        if (Keys::coded) attend_row(ring, pages, coded, begin, end, query, state);
         finish(query);
         finish(state);
+        int before = divide_up(coded.tokens, STEP);  // steps of the row with codes
+        begin = max(begin - before, 0), end = min(end - before, divide_up(exact.tokens, STEP));
+        if (!Keys::coded) attend_row(ring, exact_pages, exact, begin, end, query, state);
 #pragma unroll 1
-        for (int n = max(begin - coded, 0); n < min(end - coded, exact); ++n)
-            attend_step<Exact, Exact>(
+        for (; Keys::coded && begin < end; ++begin)
+            attend_page<Exact, Exact>(
                 exact_pages
-                    + ((i64)row.table[P_cap + n] * H_kv + g) * Record<Exact, Exact>::size,
-                0, row.exact - n * STEP, query, state);
+                    + ((i64)exact.table[begin] * H_kv + g) * Record<Exact, Exact>::size,
+                exact.tokens - begin * STEP, query, state);
 
         // Slots of neighbouring parts are neighbours: the next part has the next warp, or
         // the next row.

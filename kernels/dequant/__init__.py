@@ -65,9 +65,17 @@ def launches(qt, version="v1"):
     scale, zero = flat(qt.scale, number), flat(qt.zero, number)
     y = unwritten(qt.shape, np.float32)
     arrays = words, scale, zero, y
-    prepare = {"v1": _v1, "v2": _v2}[version.name]
-    todo = prepare(version, scheme, (N, T, D), arrays) if N and T else []
+    todo = of_words(version, scheme, (N, T, D), arrays) if N and T else []
     return todo, lambda: shaped(y, qt.shape)
+
+
+def of_words(version, scheme, shape, arrays):
+    """The Launches for what lies in words already.
+
+    version : a Version. shape : (N, T, D). arrays : words, scale, zero and y, flat.
+    """
+    prepare = {"v1": _v1, "v2": _v2}[version.name]
+    return prepare(version, scheme, shape, arrays)
 
 
 def _v1(version, scheme, shape, arrays):

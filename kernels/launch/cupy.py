@@ -30,23 +30,35 @@ def run(launches):
     Raises nvrtc.CompileError for a source that does not compile, and RuntimeError that
     names the kernel for one that cannot be launched or that fails.
     """
-    import cupy
-    from cupy.cuda import driver, runtime
+    from cupy.cuda import driver, get_current_stream, runtime
 
-    buffers = {}
-    for launch in launches:
-        for a in launch.args:
-            if isinstance(a, np.ndarray) and id(a) not in buffers:
-                buffers[id(a)] = cupy.asarray(a)
-    for launch in launches:
+    loaded = load(launches)
+    for launch, args in loaded:
         try:
-            start(launch, [buffers.get(id(a), a) for a in launch.args])
-            cupy.cuda.get_current_stream().synchronize()
+            start(launch, args)
+            get_current_stream().synchronize()
         except (driver.CUDADriverError, runtime.CUDARuntimeError) as error:
             raise RuntimeError(f"{launch.kernel} failed on the GPU: {error}") from error
-    for launch in launches:
+    fetch(loaded)
+
+
+def load(launches):
+    """[(launch, its arguments on the device)]: each array is copied there once.
+
+    They stay there: to start a kernel again copies nothing.
+    """
+    import cupy
+
+    arrays = {id(a): a for one in launches for a in one.args if np.ndim(a)}
+    buffers = {key: cupy.asarray(a) for key, a in arrays.items()}
+    return [(one, [buffers.get(id(a), a) for a in one.args]) for one in launches]
+
+
+def fetch(loaded):
+    """Copy the outputs back into the arrays of the launches."""
+    for launch, args in loaded:
         for i in launch.outputs:
-            buffers[id(launch.args[i])].get(out=launch.args[i])
+            args[i].get(out=launch.args[i])
 
 
 def start(launch, args):

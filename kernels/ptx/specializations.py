@@ -2,12 +2,22 @@
 
 v1 takes everything at run time: one text serves every bit width, group and shape. v2
 and v3 are compiled for one bit width, group, head dimension and more. Here are those
-of two common kinds of model, for every bit width.
+of two common kinds of model, for every bit width. Of the kernels that use tensor cores
+there is one setting, and the pages that they read.
 """
 
 from itertools import product
 
-from kvq.kernels.cases import Case, launches, supported, versions
+import numpy as np
+
+from kvq.kernels.cases import (
+    Case,
+    launches,
+    supported,
+    tensor_core_versions,
+    versions,
+)
+from kvq.kernels.decode.growing import GrowingCache
 
 BITS = (8, 4, 3, 2)
 # Llama 3 and Mistral: D = 128, 4 query heads a KV head. SmolLM2: D = 64, 3 of them.
@@ -16,6 +26,9 @@ SETTINGS = (
     {"per": "token", "group": 64, "D": 128, "ratio": 4},
     {"per": "channel", "group": 32, "D": 64, "ratio": 3},
 )
+# Tensor cores: Llama 3 again, and the same in full precision.
+PAGES = {"per": "channel", "group": 64, "D": 128, "ratio": 4}
+PAGE_BITS = (16, 8, 4, 2)
 
 
 def cases():
@@ -31,12 +44,25 @@ def cases():
                 yield case
 
 
+def page_launches():
+    """The Launches of all kernels that write or read pages."""
+    for bits in PAGE_BITS:
+        written = []
+        for op, version in tensor_core_versions():
+            case = Case(op, version, bits, T=128, **PAGES)
+            yield from launches(case)
+        cache = GrowingCache(case.policy, 1, 1, case.D, case.T, run=written.extend)
+        x = np.zeros((1, 1, case.T, case.D), np.float16)
+        cache.append(x, x)
+        yield from written
+
+
 def specializations():
     """[(source, kernel, constants)], each once, in order."""
     found = {}
-    for case in cases():
-        for launch in launches(case):
-            settings = tuple(sorted(launch.constants.items()))
-            found[launch.source, launch.kernel, settings] = launch.constants
+    ladder = [launch for case in cases() for launch in launches(case)]
+    for launch in [*ladder, *page_launches()]:
+        settings = tuple(sorted(launch.constants.items()))
+        found[launch.source, launch.kernel, settings] = launch.constants
     ladder = [(source, kernel, c) for (source, kernel, _), c in found.items()]
     return [*ladder, ("faults/six_faults", "reverse", {})]  # for a lesson

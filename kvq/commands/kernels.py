@@ -23,6 +23,12 @@ REPORT_NOTES = (
     "estimate from the PTX executed.",
     "sectors, wavefronts: counted in the simulator, over the ideal.",
 )
+TENSOR_CORE_NOTES = (
+    "Tensor cores, as recorded: D = 128, keys per channel, G = 64, 4 query heads a KV "
+    "head; 16 bits: full precision. 16 B: loads of 16 bytes in the main loop.",
+    "Of a device: the share of its issue slots that the loop needs while the memory "
+    "delivers its bytes, and what binds. Predicted, not measured.",
+)
 BITS = (8, 4, 3, 2)
 COUNTERS = (
     *("instructions", "sectors", "ideal_sectors"),
@@ -91,9 +97,11 @@ def _add_check(actions):
 def report(options):
     """Print what every kernel costs on every architecture."""
     from kvq.kernels import report as kernels
+    from kvq.kernels.budgets import tensor_cores
     from kvq.kernels.launch import nvrtc
 
-    found = kernels.rows(options.arch or nvrtc.ARCHITECTURES, options.bits)
+    archs = options.arch or nvrtc.ARCHITECTURES
+    found = kernels.rows(archs, options.bits)
     if options.json:
         print_json(found)
         return
@@ -103,6 +111,10 @@ def report(options):
     ]
     print(*table([titles, *map(_report_cells, found)]), sep="\n")
     print(*REPORT_NOTES, sep="\n")
+    bits = [b for b in (16, *tensor_cores.BITS) if b in (16, options.bits)]
+    archs = [arch for arch in tensor_cores.ARCHITECTURES if arch in archs]
+    lines = tensor_cores.cells(bits, archs)
+    print("", *table(lines), *TENSOR_CORE_NOTES, sep="\n")
 
 
 def _report_cells(row):
@@ -138,9 +150,10 @@ def explain(options):
 
 def _version(name):
     """("decode", "v2") of decode/v2, or of its source's whole name."""
-    from kvq.kernels.cases import versions
+    from kvq.kernels.cases import tensor_core_versions, versions
 
-    known = {f"{op}/{version}": (op, version) for op, version in versions()}
+    pairs = [*versions(), *tensor_core_versions()]
+    known = {f"{op}/{version}": (op, version) for op, version in pairs}
     for short, pair in known.items():
         if name == short or name.startswith(f"{short}_"):
             return pair

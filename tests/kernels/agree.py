@@ -2,8 +2,9 @@
 
 codes, scales, zeros    exactly
 dequantized values      within 1 unit in the last place
-attention               within twice the error of the same computation done naively
-                        in float32
+attention               within twice the error of the same computation done naively:
+                        in float32, or with tensor cores' products of two 16-bit
+                        numbers (`naive_tensor_cores`)
 """
 
 import numpy as np
@@ -11,6 +12,7 @@ from plain import uneven
 
 from kvq.attention import attention
 from kvq.cache import KVCache
+from kvq.dtypes import numpy_dtype
 from kvq.tensor import quantize
 
 
@@ -92,6 +94,72 @@ def check_attention(out, q, k, v, scale=None, **options):
         values = naive_float32(q[..., c], k[:, t][..., c], v[:, t], scale, **options)
         naive.append(np.linalg.norm(values - exact))
     assert np.linalg.norm(out - exact) <= 2 * max(naive)
+
+
+# --- by tensor cores ------------------------------------------------------------------
+def naive_tensor_cores(q, parts, scale, softcap=None, sink_logits=None, above=0):
+    """Attention of q (H_q, 1, D) by products of two 16-bit numbers, sums in float32.
+
+    parts : [(k, v, dtype)], tokens whose numbers are multiplied as `dtype`, "float16"
+        or "bfloat16"; k and v are (s, level, z), arrays (H_kv, T, D): s level + z.
+    above : what m has more than the largest score; it changes nothing but roundings.
+
+    q (s level + z) has more than two factors, and a product has two: something must be
+    rounded first. The kernels fold: q s is rounded, once, and a level is exact. So this
+    does the same, one product at a time. To round k_hat = s level + z instead is no
+    measure of it: 2 symmetric bits have the levels -1, 0 and 1, s level is exact then,
+    and what is left is the error of another computation, without a rounding that every
+    kernel that multiplies codes has to make.
+    """
+    ratio = len(q) // len(parts[0][0][0])
+    S = [_folded(q, k, ratio, dtype).sum(2, dtype=np.float32) for k, _, dtype in parts]
+    S = np.concatenate(S, axis=1) * np.float32(scale)
+    if softcap:
+        S = np.float32(softcap) * np.tanh(S / np.float32(softcap))
+    sink = np.full(len(q), -np.inf) if sink_logits is None else sink_logits
+    m = np.maximum(S.max(axis=1), sink).astype(np.float32) + np.float32(above)
+    p = np.exp(S - m[:, None])
+    l = p.sum(axis=1) + np.exp(sink - m)  # noqa: E741
+    o, start = 0, 0
+    for _, v, dtype in parts:
+        stop = start + v[0].shape[1]
+        x = p[:, start:stop, None]
+        o = o + _folded(x, v, ratio, dtype).sum(1, dtype=np.float32)
+        start = stop
+    return (o / l[:, None])[:, None]
+
+
+def _folded(x, side, ratio, dtype):
+    """x (s level + z), x s rounded, for each token and channel: float32."""
+    s, level, z = (a.repeat(ratio, axis=0).astype(np.float32) for a in side)
+    x = rounded(x, dtype)
+    return rounded(x * s, dtype) * level + x * z
+
+
+def rounded(x, dtype):
+    """float32 values of `dtype`."""
+    return np.asarray(x, np.float32).astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+def check_tensor_cores(out, q, parts, scale, **options):
+    """One sequence, out (H_q, 1, D); parts as for `naive_tensor_cores`.
+
+    With one m the roundings of p may be small by chance: the error of the naive
+    computation is the largest of some.
+    """
+    if not sum(k[0].shape[1] for k, _, _ in parts):
+        np.testing.assert_array_equal(out, 0)
+        return
+    k, v = (
+        np.concatenate([s * level + z for s, level, z in sides], axis=1)
+        for sides in list(zip(*parts, strict=True))[:2]
+    )
+    exact = attention(q.astype(float), k, v, scale=scale, **options)
+    naive = [
+        naive_tensor_cores(q, parts, scale, above=m, **options) - exact
+        for m in (0, 0.15, 0.3, 0.45)
+    ]
+    assert np.linalg.norm(out - exact) <= 2 * max(map(np.linalg.norm, naive))
 
 
 def filled(policy, shape, lengths=None, dtype=np.float32, seed=0):

@@ -114,5 +114,5 @@ def test_the_table_has_every_kernel_once():
 def test_readme_is_what_the_budgets_say():
     text = budgets.README.read_text(encoding="utf-8")
     assert budgets.with_table(text) == text
-    with pytest.raises(ValueError, match="0 places for the table"):
+    with pytest.raises(ValueError, match="0 places for the table 'kernels'"):
         budgets.with_table("no markers")

@@ -235,7 +235,7 @@ def test_work_is_cut_into_parts_that_cover_every_task_once():
         for row in cache.rows
     ]
     assert [row.count for row in rows] == [2 * 2, 2]
-    parts = fast._parts(rows, 300_000)
+    parts = fast._parts(rows, 2)
     assert len(parts) > 2
     tasks = [(id(row), i) for row, first, last in parts for i in range(first, last)]
     assert len(set(tasks)) == len(tasks) == 6

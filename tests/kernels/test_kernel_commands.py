@@ -249,6 +249,9 @@ def test_report_is_a_table_and_json(kvq, monkeypatch):
         assert cells[2:4] == [str(row["registers"]), str(row["spills"])]
         assert cells[8] == f"{row['instructions_per_byte']:.1f}"
         assert cells[9] == f"{row['sectors'] / row['ideal_sectors']:.2f}"
+    lines = re.findall(r"^decode_v5 +(16|8|4|2) +(80|90) .*$", out, re.M)
+    assert lines == [("16", "80"), ("16", "90"), ("4", "80"), ("4", "90")]
+    assert re.search(r"^decode_v5 +4 +90 .* \d+% memory +\d+% memory *$", out, re.M)
 
 
 @needs_tools

@@ -19,11 +19,13 @@ from kvq.kernels.decode.gather import gather
 from kvq.kernels.launch import nvrtc
 from kvq.kernels.launch import ptxsim as executor
 from kvq.kernels.layouts import from_words, row_words, to_words
+from kvq.kernels.pack.pages import prompt
+from kvq.kernels.pages import PageLayout
 from kvq.kernels.ptxsim import kernel as machine_launch
 from kvq.kernels.ptxsim.execute import Machine
 from kvq.kernels.ptxsim.memory import Arena
 from kvq.packing import pack as pack_bytes
-from kvq.scheme import Policy, Scheme
+from kvq.scheme import FP16, Policy, Scheme
 from kvq.tensor import QuantizedTensor, quantize
 
 pytestmark = pytest.mark.skipif(
@@ -190,6 +192,42 @@ def check_decode_far(version, text_of, monkeypatch, language="c"):
     check_attention(collect()[-1], q[-1].astype(np.float32), k, v)
 
 
+# --- pages ----------------------------------------------------------------------------
+def check_pages_far(text_of, monkeypatch, language):
+    """pack v3 on the last tokens: their numbers lie behind 2^31 others."""
+    sparse = Sparse()
+    key, value = SCHEMES["channel"], SCHEMES["token"]
+    layout, exact = PageLayout(key, value, D), PageLayout(FP16, FP16, D)
+    P, tail = T // layout.tokens, 4 * layout.tokens
+    sides = [uneven((1, tail, D), seed).astype(np.float16) for seed in (0, 1)]
+    k, v = (sparse.tail((1, N, T, D), np.float16, x) for x in sides)
+    blank = np.full((4, layout.words), 0xFFFFFFFF, np.uint32)
+    pages = sparse.tail((P, N, layout.words), np.uint32, np.repeat(blank, N, axis=0))
+    table, largest = np.arange(P, dtype=np.int32)[None], np.zeros((1, N, 2), np.float32)
+    launch = prompt(layout, exact, k, v, range(T), pages, table, largest)
+    run_last_blocks([launch], text_of, monkeypatch, sparse, language)
+    parts = [quantize(x, s) for x, s in zip(sides, (key, value), strict=True)]
+    expected = layout.to_pages(*((t.unpack(), t.scale, t.zero) for t in parts))
+    np.testing.assert_array_equal(pages[-4:, -1], expected[0])
+
+
+def check_paged_far(version, text_of, monkeypatch, language):
+    """v4 and v5: a page behind 2^31 pieces of 16 bytes."""
+    sparse, D = Sparse(), 128
+    scheme = Scheme(8, "token", 64, "asymmetric")
+    short = filled(Policy(scheme, scheme), (1, 1, 43, D), dtype=np.float16)
+    cache = decode.prepare(short, version)
+    number = 2**31 // (cache.layout.words // 4) + 2
+    pages = sparse.tail((number, 1, cache.layout.words), np.uint32, cache.pages)
+    table = np.full_like(cache.table, number - 1)
+    q = queries(1, 4, D, dtype=np.float16)
+    launches, collect = decode.launches(
+        q, replace(cache, pages=pages, table=table), version
+    )
+    run_last_blocks(launches, text_of, monkeypatch, sparse, language)
+    np.testing.assert_allclose(collect(), short.attend(q), rtol=0, atol=2e-3)
+
+
 CHECKS = {
     **{
         f"pack {v} {per}": (check_pack_far, v, SCHEMES[per])
@@ -205,14 +243,32 @@ CHECKS = {
 }
 
 
+PAGE_CHECKS = {
+    "pack v3": (check_pages_far,),
+    **{f"decode {v}": (check_paged_far, v) for v in decode.TENSOR_CORES},
+}
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_offsets_are_computed_in_64_bits(name, language, monkeypatch):
     check, *case = CHECKS[name]
     check(*case, committed(language), monkeypatch, language)
 
 
-@pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-@pytest.mark.parametrize("name", CHECKS)
+needs_compiler = pytest.mark.skipif(
+    nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable())
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PAGE_CHECKS)
+def test_offsets_into_pages_are_computed_in_64_bits(name, monkeypatch):
+    check, *case = PAGE_CHECKS[name]
+    check(*case, committed("c"), monkeypatch, "c")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [*CHECKS, *PAGE_CHECKS])
 def test_offsets_in_32_bits_fail(name, monkeypatch, tmp_path):
     def text_of(one):
         path = nvrtc.source_path(one.source)
@@ -222,6 +278,6 @@ def test_offsets_in_32_bits_fail(name, monkeypatch, tmp_path):
             (tmp_path / file.name).write_text(text, encoding="utf-8")
         return nvrtc.compile_ptx(str(tmp_path / path.name), one.constants)
 
-    check, *case = CHECKS[name]
+    check, *case = (CHECKS | PAGE_CHECKS)[name]
     with pytest.raises((AssertionError, ptxsim.KernelFault)):
-        check(*case, text_of, monkeypatch)
+        check(*case, text_of, monkeypatch, "c")

@@ -61,6 +61,35 @@ for case in cases():
 print(runs)
 """
 
+RUN_PAGES = """
+import numpy as np
+from agree import queries
+from plain import uneven
+from kvq.cache import KVCache
+from kvq.kernels import BACKENDS, decode
+from kvq.kernels.cases import Case, tensor_core_versions
+from kvq.kernels.decode.growing import GrowingCache
+from kvq.kernels.launch import nvrtc
+from kvq.kernels.ptx.specializations import PAGE_BITS, PAGES
+
+assert nvrtc.unavailable()
+runs = 0
+for bits in PAGE_BITS:
+    for op, version in tensor_core_versions():
+        case = Case(op, version, bits, residual=3, **PAGES)
+        k, v = (uneven((1, 1, 69, case.D), seed).astype(np.float16) for seed in (0, 1))
+        pages, cache = GrowingCache(case.policy, 1, 1, case.D, 70), KVCache(case.policy)
+        for piece in (slice(0, 66), slice(66, 69)):
+            pages.append(k[:, :, piece], v[:, :, piece])
+            cache.append(k[:, :, piece], v[:, :, piece])
+        q = queries(1, case.ratio, case.D, dtype=np.float16)
+        paged = pages.paged(decode.TENSOR_CORES[version])
+        out, expected = BACKENDS["ptxsim-c"].decode(q, paged), cache.attend(q)
+        assert np.abs(out - expected).max() <= 4e-3 * np.abs(expected).max(), case
+        runs += 1
+print(runs)
+"""
+
 
 def python(code, folder):
     path = [str(TESTS), str(TESTS / "kernels")]
@@ -77,6 +106,12 @@ def test_every_committed_kernel_runs_and_agrees(language, op, tmp_path):
     done = python(RUN.format(language=language, op=op), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2 + 12
+
+
+def test_committed_kernels_write_pages_and_read_them(tmp_path):
+    done = python(RUN_PAGES, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 8
 
 
 def test_the_refusal_works(tmp_path):
