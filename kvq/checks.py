@@ -1040,6 +1040,231 @@ def check_mask_of(f):
         compare(f"mask of {n} lanes", f(n), 2**n - 1, mistakes, rtol=0)
 
 
+# --- tensor cores and bandwidth -------------------------------------------------------
+def check_products(f):
+    """f(T, D, h, cache_is) -> mma.m16n8k16 instructions; cache_is "A" or "B"."""
+    for T, D, h, part in ((100, 64, 9, "A"), (100, 72, 9, "B"), (64, 128, 4, "A")):
+        tokens, heads = (16, 8) if part == "A" else (8, 16)
+        rows, columns, steps = -(-T // tokens), -(-h // heads), -(-D // 16)
+        mistakes = {
+            "a side that is not filled costs as much: round up": T * h * D / 2048,
+            "the channels come 16 at a time": rows * columns,
+            "A has 16 rows, B 8 columns": -(-T // heads) * -(-h // tokens) * steps,
+            "the heads need their own place": rows * steps,
+        }
+        what = f"products, {T} tokens, D = {D}, {h} heads, keys are {part}"
+        compare(what, f(T, D, h, part), rows * columns * steps, mistakes)
+
+
+def check_fragment_place(f):
+    """f(r, c) -> (lane, register, half) of element (r, c) of A, 16 x 16."""
+    r, c = np.indices((16, 16))
+    lane, half = 4 * (r % 8) + c % 8 // 2, c % 2
+    register = r // 8 + 2 * (c // 8)
+    wrong = {
+        "register 1 is 8 rows further down, 2 is 8 columns further on": (
+            lane,
+            2 * (r // 8) + c // 8,
+        ),
+        "rows g and g + 8 belong to one lane: r % 8": (4 * r + c % 8 // 2, register),
+        "columns 2t and 2t + 8 belong to one lane: c % 8": (
+            4 * (r % 8) + c // 2,
+            register,
+        ),
+        "a lane holds two neighbouring columns: c % 8 // 2": (
+            4 * (r % 8) + c % 4,
+            register,
+        ),
+        "4 lanes share a row: lane = 4 g + t": (r % 8 + 8 * (c % 8 // 2), register),
+    }
+    names = "lane", "register", "half"
+    got = [unpack_answer("place", f(i, j), names) for i in range(16) for j in range(16)]
+    compare(
+        "lane, register, half of each element",
+        np.array(got, np.float64).reshape(16, 16, 3),
+        np.stack([lane, register, half], axis=-1),
+        {cause: np.stack([*a, half], axis=-1) for cause, a in wrong.items()},
+    )
+
+
+def check_undo_magic(f):
+    """f(n) -> (2^-n, -2^(10 - n)): 1024 + 2^n code becomes the code."""
+    for n in (0, 4, 3):
+        expected = 2.0**-n, -(2.0 ** (10 - n))
+        mistakes = {
+            "the factor multiplies the 1024 as well": (2.0**-n, -1024),
+            "divide by 2^n": (2.0**n, -1024 * 2.0**n),
+            "take the 1024 off, do not add it": (2.0**-n, 2.0 ** (10 - n)),
+            "n bits higher is 2^n times as large": (1 / (n or 1), -1024 / (n or 1)),
+        }
+        answer = unpack_answer("undo", f(n), ("factor", "constant"))
+        compare(f"factor and constant, n = {n}", answer, expected, mistakes)
+
+
+def check_folded_output(f):
+    """f(p, levels, s, z) -> o (D,), o_c = sum_t p_t (s_tj level_tc + z_tj)."""
+    rng = np.random.default_rng(21)
+    T, n, width = 7, 3, 4
+    p, levels = (
+        rng.uniform(0.1, 1, T),
+        rng.integers(0, 16, (T, n * width)).astype(float),
+    )
+    s, z = rng.uniform(0.5, 2, (2, T, n))
+    j = np.repeat(np.arange(n), width)
+    tiled = np.tile(np.arange(n), width)
+    mistakes = {
+        "the zeros are missing: sum_t p_t z_tj": p @ (s[:, j] * levels),
+        "the zeros are weighted by p as well": p @ (s[:, j] * levels) + z.sum(0)[j],
+        "neighbouring channels share a group: j = c // G": (
+            p @ (s[:, tiled] * levels + z[:, tiled])
+        ),
+        "the zeros are not multiplied by s": p @ (s[:, j] * (levels + z[:, j])),
+        "each token has its own scale": p @ levels * s.mean(0)[j] + (p @ z)[j],
+    }
+    expected = p @ (s[:, j] * levels + z[:, j])
+    got = f(p.copy(), levels.copy(), s.copy(), z.copy())
+    compare("output with folded scales", got, expected, mistakes)
+
+
+def check_power_for(f):
+    """f(x, n) -> the power of two that takes x > 0 into [2^(n - 1), 2^n)."""
+    x, n = np.array([3.0, 0.7, 108000.0, 4.0, 0.25]), 14
+    expected = 2.0 ** (n - np.frexp(x)[1])
+    mistakes = {
+        "a power of two times itself would reach 2^n: x = 2^k": (
+            2.0 ** (n - np.ceil(np.log2(x)))
+        ),
+        "this takes x below 2^(n - 1)": expected / 2,
+        "this takes x to 2^n or above": expected * 2,
+        "this factor is no power of two, and rounds": 2.0**n / x,
+        "this is the exponent": n - np.frexp(x)[1],
+    }
+    compare("powers of two", [f(float(y), n) for y in x], expected, mistakes, rtol=0)
+
+
+def check_kernel_seconds(f):
+    """f(n, i, B, J, t0) -> t0 + max(n / B, i n / J)."""
+    n, B, J, t0 = 3e8, 4e12, 3e13, 5e-6
+    for i in (3.5, 27):
+        mistakes = {
+            "the start counts, too": max(n / B, i * n / J),
+            "what overlaps is not added: take the slower": t0 + n / B + i * n / J,
+            "i instructions for each byte": t0 + max(n / B, i / J),
+            "the slower one decides, not the faster": t0 + min(n / B, i * n / J),
+        }
+        expected = t0 + max(n / B, i * n / J)
+        what = f"seconds of a kernel with {i} instructions per byte"
+        compare(what, f(n, i, B, J, t0), expected, mistakes)
+
+
+def check_long_speedup(f):
+    """f(b, G, i, B, J) -> (2 / B) / (n max(1 / B, i / J)), n = (b + 32 / G) / 8."""
+    B, J = 4e12, 3e13
+    for b, G, i in ((4, 64, 3.5), (2, 32, 19)):
+        n = (b + 32 / G) / 8
+        slower = max(1 / B, i / J)
+        mistakes = {
+            "a scale and a zero for G numbers: 32 / G bits": 2 / B / (b / 8 * slower),
+            "the instructions count as well": 2 / n,
+            "this is the ratio upside down": n * slower * B / 2,
+            "bits and bytes are mixed": 2 / B / (8 * n * slower),
+            "i is per byte, and a number has n bytes": 2 / B / max(n / B, i / J),
+        }
+        what = f"speed-up, {b} bits, G = {G}, {i} instructions per byte"
+        compare(what, f(b, G, i, B, J), 2 / B / (n * slower), mistakes)
+
+
+def check_bytes_for_share(f):
+    """f(x, B, t0) -> x / (1 - x) t0 B."""
+    B, t0 = 4e12, 5e-6
+    for x in (0.9, 0.25):
+        mistakes = {
+            "t0 is a part of the whole time: divide by 1 - x": x * t0 * B,
+            "this is the time, not the bytes": x / (1 - x) * t0,
+            "x is the share of reading, 1 - x that of the start": (1 - x) / x * t0 * B,
+            "this is for the whole time, with the start": t0 * B / (1 - x),
+        }
+        what = f"bytes for {x:.0%} of the bandwidth"
+        compare(what, f(x, B, t0), x / (1 - x) * t0 * B, mistakes)
+
+
+def check_half_gain_tokens(f):
+    """f(a, r, t0) -> r t0 / a."""
+    t0 = 5e-6
+    for a, r in ((8e-9, 3.5), (2e-9, 6.4)):
+        mistakes = {
+            "the small cache takes a T / r: multiply by r": t0 / a,
+            "this is for reading 16 bits r times faster": t0 / (a * r),
+            "half of the gain, not of the speed-up": (r / 2 - 1) / a * t0 / (1 - 1 / 2),
+            "all terms have t0: divide the bytes' time by it": r / a,
+        }
+        what = f"tokens for half of the gain, {r} times smaller"
+        compare(what, f(a, r, t0), r * t0 / a, mistakes)
+
+
+def check_summary(f):
+    """f(seconds) -> (median, (x75 - x25) / x50)."""
+    x = [3.0, 2.5, 90.0, 2.0, 2.25]
+    low, middle, high = np.percentile(x, (25, 50, 75))
+    mistakes = {
+        "the mean follows one bad round: take the median": (
+            np.mean(x),
+            (high - low) / np.mean(x),
+        ),
+        "sort first: the median is the middle of the sorted times": (
+            x[2],
+            (high - low) / x[2],
+        ),
+        "divide by the median": (middle, high - low),
+        "quartiles, not the extremes": (middle, (max(x) - min(x)) / middle),
+        "quartiles, not the standard deviation": (middle, np.std(x) / middle),
+    }
+    answer = unpack_answer("summary", f(list(x)), ("median", "spread"))
+    compare("median and spread", answer, (middle, (high - low) / middle), mistakes)
+
+
+def check_bytes_moved(f):
+    """f(n, b, G) -> (4 n, packed + 8 n, packed), packed = n (b + 32 / G) / 8."""
+    for n, b, G in ((1000, 4, 64), (3000, 2, 32)):
+        full, packed = 4 * n, n * (b + 32 / G) / 8
+        mistakes = {
+            "what is written must be read again": (full, packed + full, packed),
+            "the packed cache is read as well": (full, 2 * full, packed),
+            "scales and zeros are bytes, too": (
+                full,
+                n * b / 8 + 2 * full,
+                n * b / 8,
+            ),
+            "a byte has 8 bits": (full, 8 * packed + 2 * full, 8 * packed),
+            "a float32 number has 4 bytes": (2 * n, packed + 4 * n, packed),
+        }
+        names = "float32", "dequantized", "packed"
+        answer = unpack_answer("bytes", f(n, b, G), names)
+        expected = full, packed + 2 * full, packed
+        compare(f"bytes moved, {b} bits, G = {G}", answer, expected, mistakes)
+
+
+def check_crossover(f):
+    """f(tokens, a, b) -> the first of tokens from which on b < a, or None."""
+    tokens = 64, 128, 256, 512
+    a = [1.0, 2.0, 4.0, 8.0]
+    for name, b, expected in (
+        ("faster from 256 on", [2.0, 2.5, 3.0, 4.0], 256),
+        ("faster once, then not, then for good", [0.9, 2.5, 3.0, 4.0], 256),
+        ("always faster", [0.5, 1.0, 2.0, 3.0], 64),
+        ("equal is not faster", [1.0, 2.0, 4.0, 7.0], 512),
+        ("never faster", [2.0, 3.0, 5.0, 9.0], None),
+        ("faster, but not at the end", [0.5, 1.0, 2.0, 9.0], None),
+    ):
+        got = f(tokens, list(a), list(b))
+        if got != expected:
+            raise AssertionError(
+                f"times {a} and {b}: got {got!r}, expected {expected}\n"
+                f"likely cause: {name}"
+            )
+    print("ok: crossover")
+
+
 # --- keys versus values ---------------------------------------------------------------
 def check_weight_moved(f):
     """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import (
     FixedLocator,
     FuncFormatter,
@@ -525,6 +527,210 @@ def plot_channel_map(ax, table, tensor="K"):
     ax.set_ylabel("token")
     ax.set_title(NAMES[tensor], color=COLORS[tensor])
     return image
+
+
+# --- a page ---------------------------------------------------------------------------
+def _tint(color, share):
+    """A colour mixed with white: 1 leaves it, 0 is white."""
+    return tuple(1 - share * (1 - np.array(to_rgb(color))))
+
+
+def _boxes(ax):
+    """An axes that shows boxes alone."""
+    ax.grid(visible=False)
+    ax.tick_params(length=0)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _box(ax, x, y, width, text, face, size=9):
+    """A box of height 1 with a text in it, dark on light or light on dark."""
+    ax.add_patch(Rectangle((x, y), width, 1, facecolor=face, edgecolor="white", lw=1.5))
+    dark = np.mean(to_rgb(face)) < 0.5
+    color = "white" if dark else "#222222"
+    middle = x + width / 2, y + 0.5
+    ax.text(*middle, text, ha="center", va="center", fontsize=size, color=color)
+
+
+def _whole_parts(table):
+    return [row for row in table if row["lane"] is None]
+
+
+@style()
+def plot_page_parts(ax, table):
+    """What follows what in a page, from its first byte on. Lengths are not to scale.
+
+    table : rows of the figure `page`: parts have no lane, codes have one.
+    """
+    x = 0
+    for row in _whole_parts(table):
+        side, kind = row["part"].split()
+        width = 3 if kind == "codes" else 1.6
+        face = _tint(COLORS["K" if side == "key" else "V"], 0.8 if width == 3 else 0.3)
+        _box(ax, x, 0, width, f"{row['part']}\n{row['nbytes']:,.0f} bytes", face, 10)
+        x += width
+    last = row["byte"] + row["nbytes"]
+    _boxes(ax)
+    ax.set(xlim=(0, x), ylim=(0, 1), xticks=(), yticks=())
+    ax.set_title(f"a page of 64 tokens, one KV head: {last:,.0f} bytes, not to scale")
+
+
+@style()
+def plot_page_square(ax, table, lane):
+    """Which lane holds which of the first 16 x 16 codes; `lane` stands out."""
+    for row in table:
+        if row["lane"] is None or row["channel"] >= 16:
+            continue
+        mine = row["lane"] == lane
+        share = 1 if mine else 0.08 + 0.1 * (row["lane"] % 4)
+        face = _tint(COLORS["K"], share)
+        _box(ax, row["channel"], row["token"], 1, str(row["lane"]), face)
+    _boxes(ax)
+    middles = np.arange(0.5, 16)
+    ax.set_xticks(middles, range(16))
+    ax.set_yticks(middles, range(16))
+    ax.set(xlim=(0, 16), ylim=(16, 0), xlabel="channel", ylabel="token")
+    ax.set_title("a square of 16 x 16 codes: the lane that holds each")
+
+
+@style()
+def plot_page_lane(ax, table, lane):
+    """The 16 bytes of one lane: token and channel of each code, low bits first."""
+    mine = pick(table, lane=lane)
+    for row in mine:
+        word, bit = divmod(row["bit"], 32)
+        face = _tint(COLORS["K"], 1 if word == 0 else 0.35)
+        text = f"t {row['token']}\nc {row['channel']}"
+        _box(ax, bit // 4, word, 1, text, face, 10)
+    _boxes(ax)
+    ax.set_xticks(np.arange(0.5, 8), [f"{4 * i}" for i in range(8)])
+    words = [f"word {w}:\nchannels\n{16 * w} to {16 * w + 15}" for w in range(4)]
+    ax.set_yticks(np.arange(0.5, 4), words)
+    ax.set(xlim=(0, 8), ylim=(4, 0), xlabel="lowest bit of the code in its word")
+    ax.set_title(f"what lane {lane} loads: 16 bytes (t token, c channel)")
+
+
+# --- decode kernels on a GPU ----------------------------------------------------------
+BITS_OF_CACHE = {16: "16 bits", 8: "8 bits", 4: "4 bits", 2: "2 bits"}
+FASTER = 1.5  # times, for the context from which bits are worth having
+
+
+def _kinds(table):
+    """(rows of a kind, its look), the predicted ones first."""
+    dashed, solid = {"ls": (0, (4, 2)), "marker": ""}, {"ls": "-"}
+    for kind, look in (("predicted", dashed), ("measured", solid)):
+        yield kind, pick(table, kind=kind), look
+
+
+def _of_bits(bits):
+    key = "fp16" if bits == 16 else bits
+    return {"color": COLORS[key], "marker": MARKERS.get(key, "D")}
+
+
+def _curve(rows, bits):
+    """The newest kernel on one sequence, the shortest context first."""
+    rows = pick(rows, kernel="v5", bits=bits, B=1)
+    return sorted(rows, key=lambda row: row["T"])
+
+
+@style()
+def plot_gpu_bandwidth(ax, table):
+    """Percent of a copy's bandwidth against bytes moved, one line for each bits.
+
+    table : rows of the figure `gpu_decode`, of one device. Under a predicted line the
+    range down to what it would be if nothing overlapped.
+    """
+    for kind, rows, look in _kinds(table):
+        for bits, name in BITS_OF_CACHE.items():
+            line = _curve(rows, bits)
+            if not line:
+                continue
+            x, y = column(line, "nbytes") / 1e6, column(line, "copy_percent")
+            lines = ax.plot(x, y, **_of_bits(bits) | look, label=f"{name}, {kind}")
+            if kind == "predicted":
+                low, color = column(line, "copy_percent_apart"), lines[0].get_color()
+                ax.plot(x, low, color=color, lw=1, ls=(0, (1, 2)))
+                ax.fill_between(x, low, y, color=color, alpha=0.08)
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(FuncFormatter(_plain))
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("MB that a launch must read")
+    ax.set_ylabel("bandwidth, % of a copy")
+
+
+@style()
+def plot_gpu_speedup(ax, table):
+    """Times faster than 16 bits against the context, under 16 / (stored bits)."""
+    for _, rows, look in _kinds(table):
+        for bits in (8, 4, 2):
+            line = _curve(rows, bits)
+            x, y = column(line, "T"), column(line, "speedup")
+            ax.plot(x, y, **_of_bits(bits) | look)
+    for bits in (8, 4, 2):
+        for row in _curve(table, bits)[:1]:
+            ceiling, color = row["ceiling"], COLORS[bits]
+            ax.axhline(ceiling, color=color, lw=1, ls=(0, (1, 2)))
+            text = f"{bits} bits: at most {ceiling:.2f}"
+            _label(ax, row["T"], ceiling, text, color, dx=0, dy=7)
+    ax.set_xscale("log", base=2)
+    _ticks(ax.xaxis, 4 ** np.arange(5, 11))
+    ax.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    ax.set_ylim(0.9, 1.1 * ax.get_ylim()[1])  # room for the uppermost ceiling
+    ax.set_xlabel("context T, tokens; one sequence, 8 KV heads")
+    ax.set_ylabel("times faster than 16 bits")
+
+
+def _tokens(T, _=None):
+    return f"{T / 2**20:g}M" if T >= 2**20 else f"{T / 1024:g}K"
+
+
+def first_faster(line):
+    """The context from which rows, ordered by T, are `FASTER`; None if none is."""
+    for i, row in enumerate(line):
+        if row["speedup"] < FASTER:
+            continue
+        x, y = (column(line[max(i - 1, 0) : i + 1], name) for name in ("T", "speedup"))
+        return float(2 ** np.interp(FASTER, y, np.log2(x)))
+    return None
+
+
+@style()
+def plot_gpu_crossover(ax, table):
+    """The context from which fewer bits are `FASTER`, on each device."""
+    points = []
+    for kind, rows, _ in _kinds(table):
+        for device in distinct(rows, "device"):
+            for bits in (8, 4, 2):
+                T = first_faster(_curve(pick(rows, device=device), bits))
+                look = _of_bits(bits) | {"markersize": 9, "mew": 1.8}
+                look["mfc"] = "white" if kind == "predicted" else look["color"]
+                points += [(device, T, look)] if T else []
+    names = list(dict.fromkeys(name for name, _, _ in points))
+    _dots(ax, names, points)
+    ax.set_xscale("log", base=2)
+    low, high = ax.get_xlim()
+    _ticks(ax.xaxis, [T for T in 2 ** np.arange(9, 21) if low <= T <= high])
+    ax.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    ax.set_xlabel(f"context from which fewer bits are {FASTER} times as fast")
+
+
+@style()
+def plot_gpu_ladder(ax, table, B, T):
+    """Percent of a copy's bandwidth for every kernel that ran on B sequences of T."""
+    rows = [row for row in pick(table, B=B, T=T) if row["bits"] in BITS_OF_CACHE]
+    points = []
+    for kind, some, _ in _kinds(rows):
+        for row in some:
+            look = _of_bits(row["bits"]) | {"markersize": 9, "mew": 1.8}
+            look["mfc"] = "white" if kind == "predicted" else look["color"]
+            points.append((row["kernel"], row["copy_percent"], look))
+    names = sorted(
+        {name for name, _, _ in points}, key=lambda n: (not n[1:].isdigit(), n)
+    )
+    _dots(ax, names, points)
+    ax.set_xscale("log")
+    _ticks(ax.xaxis, (1, 2, 5, 10, 20, 50, 100))
+    ax.set_xlabel(f"bandwidth, % of a copy; {B} sequences of {_tokens(T)} tokens")
 
 
 # --- a study's picture ----------------------------------------------------------------

@@ -277,7 +277,8 @@ assert counted["v3"][1] > budget
 # kernel reads what it must and still is *not* at the limit of the memory. It is at the
 # limit of its instructions. This is why 4-bit caches are rarely four times faster in
 # practice: fewer bytes, but more work for each. What helps next is to let tensor cores
-# do the multiplications, and to move the scales out of the inner loop.
+# do the multiplications, and to move the scales out of the inner loop: the lesson
+# *Tensor cores* does both.
 
 # %%
 v1, v2, v3 = (counted[version][0] for version in ("v1", "v2", "v3"))

@@ -514,9 +514,10 @@ checks.check_binding_bits(binding_bits)
 
 # %% [markdown]
 # How large is $c$? `roofline.INSTRUCTIONS` holds three values, counted in the machine
-# code of compiled kernels (never timed). A kernel without tensor cores that gives each
-# query head to a warp needs about 24 per byte and query head; with four query heads per
-# KV head, at 4.25 bits, that is 51 per number.
+# code of compiled kernels (never timed; the lesson *Predict the bandwidth* has those of
+# this project's own). A kernel without tensor cores that gives each query head to a
+# warp needs about 24 per byte and query head; with four query heads per KV head, at
+# 4.25 bits, that is 51 per number.
 #
 # **Predict.** On which of these cards do 2 bits stop helping a good kernel: one with
 # much bandwidth per instruction, or one with little?
