@@ -13,7 +13,8 @@ export MPLBACKEND := Agg
 export OPENBLAS_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help lessons test test-models figures html notebooks check ptx nightly bench gpu-check clean
+.PHONY: help lessons test test-models figures html notebooks check ptx nightly bench \
+	gpu-check bench-gpu clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' Makefile | while read -r name text; do \
@@ -60,14 +61,26 @@ nightly: .venv/.installed .venv-cu12/.installed ## every kernel by two versions 
 	$(PY) tests/kernels/nightly.py
 	.venv-cu12/bin/python tests/kernels/nightly.py
 
-bench: .venv/.installed ## time quantize and pack on this machine
-	$(PY) tests/bench_quantize.py
+bench: .venv/.installed ## time this machine's CPU beside others' programs (ARGS=--quick)
+	$(PY) -m kvq bench cpu $(ARGS)
 
 gpu-check: ## compare the kernels with a GPU's results and counters
 	@command -v nvidia-smi > /dev/null || { \
 		echo "gpu-check has not run: no GPU (nvidia-smi not found)" >&2; exit 2; }
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(PYTHON) tests/gpu_check.py
+
+# Without a GPU:  make bench-gpu DRY=1
+ifdef DRY
+bench-gpu: .venv/.installed
+	$(PY) tests/bench_gpu.py --dry-run
+else
+bench-gpu: ## time the kernels on a GPU, beside other systems' (DRY=1: without one)
+	@command -v nvidia-smi > /dev/null || { \
+		echo "bench-gpu has not run: no GPU (nvidia-smi not found)" >&2; exit 2; }
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(PYTHON) tests/bench_gpu.py
+endif
 
 clean: ## remove .venv, lessons/html/ and every cache
 	rm -rf .venv .venv-cu12 .venv-hf lessons/html lessons/executed build dist *.egg-info

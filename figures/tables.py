@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+from kvq.kernels.cpu import goals
 from kvq.tables import read_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +58,47 @@ def hugging_face():
     return _markdown(lines)
 
 
+def bench_cpu():
+    """Decode on one CPU: every system at the longest context that all of them had."""
+    rows, header = read_table(ROOT / "figures/data/bench_cpu.csv")
+    main = goals.pick(rows, scene="main", op="decode")
+    timed = [row for row in main if row["seconds"]]
+    torch = goals.fastest_torch(main)["seconds"]
+    titles = ["system", "stored", "ms", "times torch", "% of DRAM", "error"]
+    lines = [titles, ["---"] * 2 + ["---:"] * 4]
+    for row in sorted(timed, key=lambda row: row["seconds"]):
+        low, middle, high = (
+            f"{1e3 * row[f'seconds{end}']:.1f}" for end in ("_low", "", "_high")
+        )
+        cells = [f"{row['system']} {row['version']}", f"`{row['storage']}`"]
+        cells += [f"{middle} ({low} .. {high})", f"{torch / row['seconds']:.2f}"]
+        cells += [f"{row['dram_percent']:.0f}", f"{row['error']:.1e}"]
+        lines.append(cells)
+    return f"{_markdown(lines)}\n\n{_conditions(main[0], header)} {_held(rows)}"
+
+
+def _conditions(row, header):
+    return (
+        f"{header['cpu']}, {row['threads']} threads, {header['date']}: one layer, "
+        f"{row['T']:,} tokens, {row['H_kv']} KV heads, {row['H_q']} query heads, "
+        f"D = {row['D']}; medians (quartiles) of calls in turns, memory cold."
+    )
+
+
+def _held(rows):
+    """Which of the goals hold, in a sentence."""
+    found = goals.verdicts(rows)
+    missed = [
+        f"{goal['goal']} {goal['measured']:.3g} (asked {goal['asked']})"
+        for goal in found
+        if goal["verdict"] == "does not hold"
+    ]
+    hold = sum(goal["verdict"] == "holds" for goal in found)
+    unknown = len(found) - hold - len(missed)
+    text = f"Of {len(found)} goals {hold} hold, {unknown} cannot be said"
+    return f"{text}; missed: {'; '.join(missed)}." if missed else f"{text}."
+
+
 def _markdown(lines):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -68,7 +110,12 @@ def _cells(row):
     return [change, f"{row['kl']:.4f}"]
 
 
-TABLES = {"quality": quality, "llama.cpp": llama_cpp, "quality_hf": hugging_face}
+TABLES = {
+    "quality": quality,
+    "llama.cpp": llama_cpp,
+    "bench_cpu": bench_cpu,
+    "quality_hf": hugging_face,
+}
 
 
 def with_table(text, name, table):

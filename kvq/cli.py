@@ -8,7 +8,16 @@ happen inside the commands.
 import os
 import sys
 
-from kvq.commands import doctor, formats, kernels, lessons, plan, presets, study
+from kvq.commands import (
+    bench,
+    doctor,
+    formats,
+    kernels,
+    lessons,
+    plan,
+    presets,
+    study,
+)
 from kvq.commands.common import Parser, note
 from kvq.model.commands import add_commands as add_model
 
@@ -20,6 +29,7 @@ ADD = (
     formats.add_convert,
     add_model,
     kernels.add,
+    bench.add,
     lessons.add,
     doctor.add,
 )

@@ -243,6 +243,15 @@ def test_recorded_rotation_never_beats_per_channel_keys():
         assert r["output_error"] > channel["output_error"]
 
 
+def test_recorded_page_gives_each_lane_its_fragments():
+    codes = [r for r in recorded("page") if r["lane"] is not None]
+    assert len(codes) == 16 * 64
+    for r in codes:
+        assert r["lane"] == 4 * (r["token"] % 8) + r["channel"] % 8 // 2
+        assert r["bit"] // 32 == r["channel"] // 16
+        assert r["byte"] == 512 + 16 * r["lane"] + r["bit"] // 8
+
+
 def test_recorded_iq4_nl_leads_the_levels_with_one_float16_scale():
     rows = [r for r in recorded("codebook") if r["bits_per_element"] == 4.5]
     for tensor in ("K", "V", "Gaussian"):

@@ -84,7 +84,7 @@ def test_the_commands_of_the_readme_exist(capsys):
     from kvq.cli import main
 
     lines = re.findall(r"^kvq (.+?)(?:  #.*)?$", README, re.M)
-    assert len(lines) == 14
+    assert len(lines) == 15
     for line in lines:
         command, *arguments = line.split("#")[0].split()
         with pytest.raises(SystemExit) as exit_:

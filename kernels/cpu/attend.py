@@ -33,6 +33,7 @@ from kvq.kernels.cpu.simd import (
     key_bytes,
     key_numbers,
     larger,
+    largest_of_64,
     round_even,
     signed_bytes,
     value_bytes,
@@ -313,9 +314,7 @@ def softmax_step(R, D, valid, softcap, rows):
                 S[t] = softcap * np.tanh(S[t] / softcap)
         for t in range(valid, UNIT):
             S[t] = NOTHING
-        top = m[h]
-        for t in range(UNIT):
-            top = larger(top, S[t])
+        top = larger(m[h], largest_of_64(rows.S + 4 * h * UNIT))
         if top > m[h]:
             shrink = exp2(m[h] - top)
             m[h] = top

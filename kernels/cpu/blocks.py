@@ -219,7 +219,7 @@ def _grown(array, n):
     if n <= array.shape[1]:
         return array
     H, old, columns = array.shape
-    out = np.zeros((H, max(n, int(old * GROWTH) + 1), columns), array.dtype)
+    out = np.empty((H, max(n, int(old * GROWTH) + 1), columns), array.dtype)
     out[:, :old] = array
     return out
 

@@ -21,7 +21,7 @@ from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
-from numpy import float32, int32
+from numpy import float32
 
 LANES = 16
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -165,13 +165,35 @@ def larger(typing, a, b):
 
 
 @intrinsic
-def float_of_bits(typing, bits):
-    """The float32 with these bits."""
+def largest_of_64(typing, row):
+    """max of 64 float32 from an address on. LLVM unrolls a loop of a constant length
+    before it looks for vectors, and then waits for each comparison."""
 
     def codegen(context, b, signature, args):
-        return b.bitcast(args[0], F32)
+        vectors = [_load(b, args[0], 64 * i, FLOATS) for i in range(64 // LANES)]
+        while len(vectors) > 1:
+            x, y = vectors.pop(), vectors.pop()
+            greater = b.fcmp_ordered(">", x, y, flags=["fast"])
+            vectors.insert(0, b.select(greater, x, y, flags=["fast"]))
+        kind = ir.FunctionType(F32, [FLOATS])
+        name = "llvm.vector.reduce.fmax.v16f32"
+        return b.call(cgutils.get_or_insert_function(b.module, kind, name), vectors)
 
-    return types.float32(types.int32), codegen
+    return types.float32(types.intp), codegen
+
+
+@intrinsic
+def power_of_two(typing, n):
+    """2^n of a whole float32 n, -126..127: n + 127 is the exponent of the number.
+
+    Numba's own operators would compute in 64 bits, and half as many at once.
+    """
+
+    def codegen(context, b, signature, args):
+        exponent = b.add(b.fptosi(args[0], I32), I32(127))
+        return b.bitcast(b.shl(exponent, I32(23)), F32)
+
+    return types.float32(types.float32), codegen
 
 
 # 2^x = 2^n 2^f,  n = round(x), |f| <= 1/2,  2^f by its Taylor polynomial of degree 6
@@ -188,7 +210,7 @@ def exp2(x):
     p = p * f + float32(2.40226507e-1)
     p = p * f + float32(6.93147181e-1)
     p = p * f + float32(1)
-    return float_of_bits((int32(n) + int32(127)) << int32(23)) * p
+    return power_of_two(n) * p
 
 
 # --- rows times codes -----------------------------------------------------------------
