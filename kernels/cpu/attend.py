@@ -33,7 +33,7 @@ from kvq.kernels.cpu.simd import (
     key_bytes,
     key_numbers,
     larger,
-    largest_of_64,
+    largest_of_128,
     round_even,
     signed_bytes,
     value_bytes,
@@ -42,7 +42,8 @@ from kvq.kernels.cpu.simd import (
 
 # Of NumPy's type: a literal would be a type of its own, for which Numba compiles every
 # function that it reaches once more.
-UNIT, LANES = np.int64(64), np.int64(32)  # tokens of a block; lanes of a panel
+UNIT, LANES = np.int64(128), np.int64(32)  # tokens of a block; lanes of a panel
+PANELS = UNIT // LANES  # of keys, in a block
 FIRST, ONE = np.int64(0), np.int64(1)
 NOTHING = np.float32(-1e30)  # the maximum of no scores
 OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
@@ -50,7 +51,7 @@ OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
 INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
 ONCE = {"inline": "always", **INNER}  # called from one place: compiled there
 
-# One side of a cache of H heads, as in `blocks.Store`. words uint32 (H, blocks, 2 D
+# One side of a cache of H heads, as in `blocks.Store`. words uint32 (H, blocks, 4 D
 # bits); scale, zero binary16 (H, groups or zero_groups, groups of channels). group:
 # tokens or channels that share a scale.
 Side = namedtuple(
@@ -64,8 +65,8 @@ Exact = namedtuple("Exact", "k v tokens")
 # `heads` have room. terms: bytes for a number of the query, 0 for the number itself.
 Shape = namedtuple("Shape", "R heads D terms")
 # Rows of a task, float32 but Q, P (bytes). x: folded queries (heads, D); w: weights
-# (heads, 64). S: scores, then weights; T, U: sums (heads, 64). o: output (heads, D). a:
-# the step of each term (2, heads), b: constants (heads,), both for every group of
+# (heads, 128). S: scores, then weights; T, U: sums (heads, 128). o: output (heads, D).
+# a: the step of each term (2, heads), b: constants (heads,), both for every group of
 # channels; sum_q likewise. a_v, b_v: of weights. m, l: of the softmax. top: the largest
 # number of a row. one, none: ones and zeros. s, z: scales and zeros of one group.
 Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P")
@@ -130,58 +131,56 @@ def round_rows(x, R, n, first, count, top, levels, middle, Q, a, b):
 #     out[h, lane] = a_h sum_i row[h, i] code[i, lane] + b_h        (keys)
 #     out[h, lane] += ...                                          (values)
 # `codes` is the address of `panels` panels of `count` rows each, `row` of (heads, n)
-# numbers, or bytes, `out` of (heads, m). One head takes two panels at a time, so that
-# enough sums are under way.
+# numbers, or bytes, `out` of (heads, m). Two panels at a time give one head enough sums
+# under way, and four heads fewer loads; of numbers they would need too many registers.
 @njit(**INNER)
 def multiply_keys(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
     """The scores of the lanes of some panels."""
-    width, pair = 4 if numbers else 1, heads == 1 and panels % 2 == 0
+    width, pair = 4 if numbers else 1, panels % 2 == 0 and not (numbers and heads > 1)
     for i in range(0, panels, 2 if pair else 1):
         line, o = codes + i * count * 128, out + i * 128
-        if pair:
-            if numbers:
+        for h in range(0, heads, 4):
+            four, to = row + width * h * n, o + 4 * h * m
+            s, c = a + 4 * h, b + 4 * h
+            if numbers and heads > 1:
+                key_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+            elif numbers and pair:
                 key_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
-            else:
-                key_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
-        elif heads == 1:
-            if numbers:
+            elif numbers:
                 key_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
+            elif heads > 1 and pair:
+                key_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
+            elif heads > 1:
+                key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+            elif pair:
+                key_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
             else:
                 key_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
-        else:
-            for h in range(0, heads, 4):
-                four, to = row + width * h * n, o + 4 * h * m
-                s, c = a + 4 * h, b + 4 * h
-                if numbers:
-                    key_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-                else:
-                    key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
 
 
 @njit(**INNER)
 def multiply_values(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
     """The weighted values of the lanes of some panels, added to `out`."""
-    width, pair = 4 if numbers else 1, heads == 1 and panels % 2 == 0
+    width, pair = 4 if numbers else 1, panels % 2 == 0 and not (numbers and heads > 1)
     for i in range(0, panels, 2 if pair else 1):
         line, o = codes + i * count * 128, out + i * 128
-        if pair:
-            if numbers:
+        for h in range(0, heads, 4):
+            four, to = row + width * h * n, o + 4 * h * m
+            s, c = a + 4 * h, b + 4 * h
+            if numbers and heads > 1:
+                value_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+            elif numbers and pair:
                 value_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
-            else:
-                value_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
-        elif heads == 1:
-            if numbers:
+            elif numbers:
                 value_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
+            elif heads > 1 and pair:
+                value_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
+            elif heads > 1:
+                value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+            elif pair:
+                value_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
             else:
                 value_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
-        else:
-            for h in range(0, heads, 4):
-                four, to = row + width * h * n, o + 4 * h * m
-                s, c = a + 4 * h, b + 4 * h
-                if numbers:
-                    value_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-                else:
-                    value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
 
 
 # --- scores ---------------------------------------------------------------------------
@@ -211,7 +210,7 @@ def halves_of_steps(step, R, top):
 
 @njit(**INNER)
 def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
-    """out (R, 64), in the lanes of panels: the folded queries' numbers from `first` on
+    """out (R, 128), in the lanes of panels: the folded queries' numbers from `first` on
     times the codes."""
     R, heads, D, terms = shape
     a, b, bits = rows.a + 8 * g * heads, rows.b + 4 * g * heads, keys.bits
@@ -233,7 +232,7 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
 
 @njit(**ONCE)
 def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
-    """S (R, 64) of a block. folded: the group of tokens whose scales the queries have;
+    """S (R, 128) of a block. folded: the group of tokens whose scales the queries have;
     returns it."""
     D, count = shape.D, shape.D * keys.bits // 32
     lanes = min(keys.group, UNIT)
@@ -245,7 +244,8 @@ def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
             read_halves(keys.zero, zero_at * D, ONE, D * keys.has_zero, D, rows.z)
             fold_query(shape, q, keys, FIRST, FIRST, D, rows)
             folded = group
-        codes = keys.words + 128 * ((n * keys.blocks + block) * 2 + t // LANES) * count
+        at = (n * keys.blocks + block) * PANELS + t // LANES
+        codes = keys.words + 128 * at * count
         panels, out = lanes // LANES, rows.S + 4 * t
         times_keys(shape, keys, FIRST, FIRST, codes, panels, count, rows, out)
     return folded
@@ -254,9 +254,9 @@ def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
 #     q . k_t = sum_g s_tg (sum_d q_d (u_td - offset)) + z_tg sum_d q_d,   d in group g
 @njit(**ONCE)
 def scores_per_token(shape, keys, n, block, valid, rows):
-    """S (R, 64) of a block; sums over groups of channels meet the scales of tokens."""
+    """S (R, 128) of a block; sums over groups of channels meet the scales of tokens."""
     R, heads, D, _ = shape
-    fields, groups, panels = 32 // keys.bits, -(-D // keys.group), UNIT // LANES
+    fields, groups = 32 // keys.bits, -(-D // keys.group)
     s, z = floats(rows.s, FIRST, UNIT), floats(rows.z, FIRST, UNIT)
     S = floats(rows.S, FIRST, R * UNIT)
     for i in range(R * UNIT):
@@ -264,8 +264,8 @@ def scores_per_token(shape, keys, n, block, valid, rows):
     for g in range(groups):
         c = g * keys.group
         count = min(keys.group, D - c) // fields
-        for panel in range(panels):
-            at = (n * keys.blocks + block) * panels + panel
+        for panel in range(PANELS):
+            at = (n * keys.blocks + block) * PANELS + panel
             codes = keys.words + 128 * (at * (D // fields) + c // fields)
             out = rows.T + 4 * LANES * panel
             times_keys(shape, keys, g, c, codes, ONE, count, rows, out)
@@ -305,7 +305,7 @@ def fold_nothing(shape, q, keys, rows):
 #     o' = o 2^(m - m')
 @njit(**INNER)
 def softmax_step(R, D, valid, softcap, rows):
-    """S (R, 64) becomes 2^(S - m'); m, l and o of every head follow."""
+    """S (R, 128) becomes 2^(S - m'); m, l and o of every head follow."""
     m, l = floats(rows.m, 0, R), floats(rows.l, 0, R)  # noqa: E741
     for h in range(R):
         S = floats(rows.S, h * UNIT, UNIT)
@@ -314,7 +314,7 @@ def softmax_step(R, D, valid, softcap, rows):
                 S[t] = softcap * np.tanh(S[t] / softcap)
         for t in range(valid, UNIT):
             S[t] = NOTHING
-        top = larger(m[h], largest_of_64(rows.S + 4 * h * UNIT))
+        top = larger(m[h], largest_of_128(rows.S + 4 * h * UNIT))
         if top > m[h]:
             shrink = exp2(m[h] - top)
             m[h] = top
@@ -335,7 +335,7 @@ def softmax_step(R, D, valid, softcap, rows):
 # --- values ---------------------------------------------------------------------------
 @njit(**ONCE)
 def add_values(shape, values, n, block, valid, rows):
-    """o (R, D) of the weights S (R, 64) and the values of a block, added to."""
+    """o (R, D) of the weights S (R, 128) and the values of a block, added to."""
     R, heads, D, terms = shape
     bits, groups = values.bits, -(-D // values.group)
     count = UNIT * bits // 32
@@ -369,7 +369,7 @@ def add_values(shape, values, n, block, valid, rows):
 # --- tokens in full precision ---------------------------------------------------------
 @njit(**ONCE)
 def attend_exact(shape, q, n, exact, softcap, rows):
-    """64 at a time, they join the state of every head."""
+    """128 at a time, they join the state of every head."""
     R, D = shape.R, shape.D
     for first in range(0, exact.tokens, UNIT):
         valid, at = min(UNIT, exact.tokens - first), n * exact.tokens + first

@@ -1,4 +1,4 @@
-r"""The layout that `attend.py` reads: blocks of 64 tokens, panels of words, fields.
+r"""The layout that `attend.py` reads: blocks of 128 tokens, panels of words, fields.
 
 A word has 32 bits and holds 4 p codes, p = 8 / bits in each byte. A *panel* is a matrix
 of words with 32 lanes, side by side, so that a loop along them is one vector operation
@@ -27,7 +27,7 @@ from kvq.kernels.cpu.codes import stored
 from kvq.kernels.host import first_invalid, invalid
 from kvq.quantizer import from_codes
 
-UNIT, LANES = 64, 32  # tokens of a block; words in a row of a panel
+UNIT, LANES = 128, 32  # tokens of a block; words in a row of a panel
 BITS = (8, 4, 2)
 GROWTH = 1.25  # so that a token is copied at most 5 times, however long the stream
 SIGN = np.uint32(0x80808080)  # code ^ 128 in each byte is code - 128
@@ -64,14 +64,14 @@ def layouts(policy):
 
 # --- the layout, as a bijection -------------------------------------------------------
 def key_words(codes, bits):
-    """codes uint8 (H, T, D) -> words uint32 (H, ceil(T / 64), 2 D bits).
+    """codes uint8 (H, T, D) -> words uint32 (H, ceil(T / 128), 4 D bits).
 
     D is a multiple of 32. The last block is filled up with zeros.
     """
     x = _whole_blocks(codes)
     H, blocks, _, D = x.shape
     panels = x.reshape(H, blocks, UNIT // LANES, LANES, D).swapaxes(-1, -2)
-    return _join(panels, bits).reshape(H, blocks, 2 * D * bits)
+    return _join(panels, bits).reshape(H, blocks, 4 * D * bits)
 
 
 def value_words(codes, bits):
@@ -79,12 +79,12 @@ def value_words(codes, bits):
     x = _whole_blocks(codes)
     H, blocks, _, D = x.shape
     panels = x.reshape(H, blocks, UNIT, D // LANES, LANES).swapaxes(-2, -3)
-    words = _join(panels, bits).reshape(H, blocks, 2 * D * bits)
+    words = _join(panels, bits).reshape(H, blocks, 4 * D * bits)
     return words ^ SIGN if bits == 8 else words
 
 
 def key_codes(words, bits, D):
-    """The inverse of `key_words`: codes uint8 (H, 64 blocks, D)."""
+    """The inverse of `key_words`: codes uint8 (H, 128 blocks, D)."""
     H, blocks, _ = words.shape
     panels = _split(words.reshape(H, blocks, UNIT // LANES, -1, LANES), bits)
     return panels.swapaxes(-1, -2).reshape(H, blocks * UNIT, D)
@@ -133,12 +133,12 @@ def _split(words, bits):
 # --- the same, token by token ---------------------------------------------------------
 @njit(cache=True)
 def write_keys(codes, bits, start, words):
-    """Put codes (H, t, D) into words (H, blocks, 2 D bits) from token `start` on."""
+    """Put codes (H, t, D) into words (H, blocks, 4 D bits) from token `start` on."""
     H, T, D = codes.shape
     fields = 32 // bits
     for h in range(H):
         for i in range(T):
-            block, lane = divmod(start + i, 64)
+            block, lane = divmod(start + i, 128)
             at = lane // 32 * (D // fields) * 32 + lane % 32
             for j in range(D // fields):
                 word = np.uint32(0)
@@ -155,13 +155,13 @@ def write_values(codes, bits, start, words):
     fields = 32 // bits
     flip = np.uint8(128 if bits == 8 else 0)
     for i in range(T):
-        block, t = divmod(start + i, 64)
+        block, t = divmod(start + i, 128)
         j, r = divmod(t, fields)
         shift = np.uint32(8 * (r % 4) + bits * (r // 4))
         others = ~(np.uint32((1 << bits) - 1) << shift)
         for h in range(H):
             for d in range(D):
-                at = (d // 32 * (64 // fields) + j) * 32 + d % 32
+                at = (d // 32 * (128 // fields) + j) * 32 + d % 32
                 code = np.uint32(codes[h, i, d] ^ flip) << shift
                 words[h, block, at] = words[h, block, at] & others | code
 
@@ -173,13 +173,13 @@ SIDES = {"key": (write_keys, key_codes), "value": (write_values, value_codes)}
 class Store:
     """Words, scales and zeros of one stream in arrays with room to grow.
 
-    words : uint32 (H, blocks, 2 D bits). scale, zero : (H, groups of tokens, groups of
+    words : uint32 (H, blocks, 4 D bits). scale, zero : (H, groups of tokens, groups of
     channels); where the scheme has no zeros, zero is one number that nobody reads.
     """
 
     def __init__(self, scheme, H, D, side):
         self.scheme, self.D, self.side, self.tokens = scheme, D, side, 0
-        self.words = np.zeros((H, 0, 2 * D * scheme.bits), np.uint32)
+        self.words = np.zeros((H, 0, 4 * D * scheme.bits), np.uint32)
         columns = scheme.metadata_shape(H, 1, D)[2]
         dtype = np.dtype(scheme.scale_dtype)
         self.scale = np.zeros((H, 0, columns), dtype)

@@ -21,7 +21,7 @@ from kvq.kernels.cpu.threads import cores, run
 from kvq.quantizer import integer_levels
 
 LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
-SPLIT = 64  # blocks of a split: 4096 tokens
+SPLIT = 32  # blocks of a split: 4096 tokens
 VERSIONS = ("v3", "v4")
 
 

@@ -165,12 +165,12 @@ def larger(typing, a, b):
 
 
 @intrinsic
-def largest_of_64(typing, row):
-    """max of 64 float32 from an address on. LLVM unrolls a loop of a constant length
+def largest_of_128(typing, row):
+    """max of 128 float32 from an address on. LLVM unrolls a loop of a constant length
     before it looks for vectors, and then waits for each comparison."""
 
     def codegen(context, b, signature, args):
-        vectors = [_load(b, args[0], 64 * i, FLOATS) for i in range(64 // LANES)]
+        vectors = [_load(b, args[0], 64 * i, FLOATS) for i in range(128 // LANES)]
         while len(vectors) > 1:
             x, y = vectors.pop(), vectors.pop()
             greater = b.fcmp_ordered(">", x, y, flags=["fast"])
