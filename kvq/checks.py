@@ -1265,6 +1265,138 @@ def check_crossover(f):
     print("ok: crossover")
 
 
+# --- fast on a CPU --------------------------------------------------------------------
+def check_block_place(f):
+    """f(t, d, bits) -> (panel, row, lane, byte, plane) of a key's code in a block."""
+    names = "panel", "row", "lane", "byte", "plane"
+    for bits, D in ((4, 24), (8, 12), (2, 48)):
+        t, d = (a.ravel() for a in np.indices((96, D)))
+        p = 8 // bits
+        row, rest = d // (4 * p), d % (4 * p)
+        right = t // 32, row, t % 32, rest % 4, rest // 4
+        wrong = {
+            "neighbouring channels go to neighbouring bytes: 4 plane + byte": (
+                *right[:3],
+                rest // p,
+                rest % p,
+            ),
+            "a word holds 4 p = 32 / bits channels of a token": (
+                t // 32,
+                d // p,
+                t % 32,
+                *right[3:],
+            ),
+            "tokens of a panel are neighbours: panel = t // 32": (
+                t % 3,
+                row,
+                t // 3,
+                *right[3:],
+            ),
+            "a panel has 32 lanes, the next tokens another one": (
+                0 * t,
+                row,
+                t,
+                *right[3:],
+            ),
+            "planes count fields, not bits": (*right[:4], bits * right[4]),
+            "the fields of a word follow the row: d % (32 / bits)": (
+                *right[:3],
+                d % 4,
+                d // 4,
+            ),
+        }
+        answers = zip(t.tolist(), d.tolist(), strict=True)
+        got = [unpack_answer("place", f(*at, bits), names) for at in answers]
+        compare(
+            f"panel, row, lane, byte, plane of each code of {bits} bits",
+            np.array(got, np.float64),
+            np.stack(right, axis=1),
+            {cause: np.stack(a, axis=1) for cause, a in wrong.items()},
+        )
+
+
+def check_bounds(f):
+    """f(h, beta, J, B) -> (J / h, 8 B / beta): cached numbers per second."""
+    J, B = 7e10, 1.1e10
+    for h, beta in ((4, 4.5), (3, 8.25)):
+        mistakes = {
+            "each number meets h query heads: divide by h": (J, 8 * B / beta),
+            "more heads are more work for a number, not less": (J * h, 8 * B / beta),
+            "a byte has 8 bits": (J / h, B / beta),
+            "beta is in bits, B in bytes": (J / h, B / (8 * beta)),
+            "one read of a number serves all h heads": (J / h, 8 * B / (beta * h)),
+            "this is bytes per second": (J / h, B),
+            "numbers per second, not seconds per number": (h / J, beta / (8 * B)),
+        }
+        answer = unpack_answer("bounds", f(h, beta, J, B), ("by work", "by bytes"))
+        what = f"numbers per second, {h} heads, {beta} bits"
+        compare(what, answer, (J / h, 8 * B / beta), mistakes)
+
+
+def check_fold(f):
+    """f(q, s, z) -> (x, y) = (q s, q . z)."""
+    rng = np.random.default_rng(36)
+    q, z = rng.standard_normal((2, 5))
+    s = rng.uniform(0.5, 2, 5)
+
+    def flat(x, y):
+        return np.append(np.broadcast_to(x, 5), y)
+
+    mistakes = {
+        "the zeros meet the query, not x": flat(q * s, (q * s) @ z),
+        "a zero counts as often as its query number: q . z": flat(q * s, z.sum()),
+        "the zeros are missing: y = q . z": flat(q * s, 0),
+        "the code was divided by s, so the query is multiplied": flat(q / s, q @ z),
+        "the zeros are one number y, not a part of x": flat(q * s + z, q @ z),
+        "x is a number for each channel, not their sum": flat(q @ s, q @ z),
+    }
+    x, y = unpack_answer("fold", f(q.copy(), s.copy(), z.copy()), ("x", "y"))
+    if np.ndim(y) or np.shape(x) not in ((5,), ()):
+        raise AssertionError(
+            f"fold: expected x of shape (5,) and one number y, got shapes "
+            f"{np.shape(x)} and {np.shape(y)}"
+        )
+    compare("x (5 numbers) and y", flat(x, y), flat(q * s, q @ z), mistakes)
+
+
+def check_round_row(f):
+    """f(x, levels, bits) -> (a, Q, (2^bits - 1) / 2 sum rest), rest = x - a Q."""
+    x = np.array([0.9, -3.1, 1.37, 0.05, 2.2, -0.71, 2.9])
+    for levels, bits in ((127, 4), (255, 8)):
+        a = np.abs(x).max() / levels
+        Q = np.rint(x / a)
+        rest, m = (x - a * Q).sum(), (2**bits - 1) / 2
+
+        def flat(a, Q, back):
+            return np.concatenate([[a], Q, [back]])
+
+        cut, signed = np.trunc(x / a), x.max() / levels
+        Q_signed = np.rint(x / signed)
+        mistakes = {
+            "round, do not cut off": flat(a, cut, m * (x - a * cut).sum()),
+            "the largest |x|, negative numbers as well": flat(
+                signed, Q_signed, m * (x - signed * Q_signed).sum()
+            ),
+            "the middle code is (2^bits - 1) / 2": flat(a, Q, 2**bits / 2 * rest),
+            "the middle code, not the largest one": flat(a, Q, 2 * m * rest),
+            "the middle code is that of the codes, bits wide": flat(
+                a, Q, levels / 2 * rest
+            ),
+            "the rest is x - a Q, with its sign": flat(a, Q, -m * rest),
+            "the sum of the rest, not of its size": flat(
+                a, Q, m * np.abs(x - a * Q).sum()
+            ),
+            "what is owed is counted for the middle code: multiply": flat(a, Q, rest),
+        }
+        got = unpack_answer("round_row", f(x.copy(), levels, bits), ("a", "Q", "back"))
+        compare(
+            f"step, bytes and pay-back, {levels} levels, codes of {bits} bits",
+            flat(got[0], np.reshape(got[1], -1), got[2]),
+            flat(a, Q, m * rest),
+            mistakes,
+        )
+
+
 # --- keys versus values ---------------------------------------------------------------
 def check_weight_moved(f):
     """f(S, delta) -> TV = (1/2) sum_j |softmax(S + delta)_j - softmax(S)_j|."""

@@ -344,7 +344,7 @@ def test_percents_refer_to_reads_of_the_same_scene_or_thread_count():
 def test_dots_that_are_needed():
     scene = bench.Scene("main", "decode", 128, (), ratio=4)
     assert bench.needed_dots(scene) == 2 * 32 * 128 * 128 // 64
-    assert bench.needed_dots(scene, 2) == 3 * 32 * 128 * 128 // 64
+    assert bench.needed_dots(scene, 2) == 4 * 32 * 128 * 128 // 64
 
 
 # --- yardsticks and peers -------------------------------------------------------------

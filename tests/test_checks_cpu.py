@@ -91,9 +91,9 @@ WRONG = [
     (
         checks.check_block_place,
         lambda t, d, bits: (
-            t & 1,
+            t % 3,
             place(t, d, bits)[1],
-            t >> 1,
+            t // 3,
             *place(t, d, bits)[3:],
         ),
         "tokens of a panel are neighbours",
@@ -101,7 +101,7 @@ WRONG = [
     (
         checks.check_block_place,
         lambda t, d, bits: (0, place(t, d, bits)[1], t, *place(t, d, bits)[3:]),
-        "two panels",
+        "another one",
     ),
     (
         checks.check_block_place,
@@ -130,8 +130,8 @@ WRONG = [
     (checks.check_fold, lambda q, s, z: (q / s, q @ z), "multiplied"),
     (checks.check_fold, lambda q, s, z: (q * s + z, q @ z), "not a part of x"),
     (checks.check_fold, lambda q, s, z: (q @ s, q @ z), "not their sum"),
-    (checks.check_fold, lambda q, s, z: (q * s, q * z), "one number b"),
-    (checks.check_fold, lambda q, s, z: q * s, "expected .x, b."),
+    (checks.check_fold, lambda q, s, z: (q * s, q * z), "one number y"),
+    (checks.check_fold, lambda q, s, z: q * s, "expected .x, y."),
     (checks.check_round_row, cut_off, "do not cut off"),
     (checks.check_round_row, of_the_maximum, "negative numbers"),
     (

@@ -11,8 +11,8 @@ scales per token keep them outside of the sum. Two ways to do the sum:
     v3  numbers    sum_d x_d u_d, a field of every word at a time (`blocks.py`)
     v4  integers   x_d = a Q_d + rest_d, Q_d a byte: a sum of products of bytes. What
                    rounding takes is paid back for the middle code: the sum of the
-                   rest times (2^b - 1) / 2 is added. The query may have a second
-                   term, the rest in bytes, where 8 bits of it are not enough.
+                   rest times (2^b - 1) / 2 is added. Queries and weights may have a
+                   second term, the rest in bytes, where 8 bits are not enough.
 
 In here an array is the address where it begins, a row of it `floats(address, start,
 n)`: no references are counted. Logarithms have base 2: queries, sink logits and soft
@@ -61,14 +61,16 @@ Side = namedtuple(
 Settings = namedtuple("Settings", "bits group per_channel has_zero offset")
 # Tokens in full precision: k, v float32 (H, tokens, D).
 Exact = namedtuple("Exact", "k v tokens")
-# R queries of D numbers meet a KV head; dot products take 1 or 4 of them at a time, so
-# `heads` have room. terms: bytes for a number of the query, 0 for the number itself.
+# R queries of D numbers meet a KV head; `heads` have room, 1 of them or a multiple of 4
+# (1 only where panels come in pairs). terms: bytes for a number of the query and for a
+# weight, 0 for the number itself.
 Shape = namedtuple("Shape", "R heads D terms")
 # Rows of a task, float32 but Q, P (bytes). x: folded queries (heads, D); w: weights
 # (heads, 128). S: scores, then weights; T, U: sums (heads, 128). o: output (heads, D).
 # a: the step of each term (2, heads), b: constants (heads,), both for every group of
-# channels; sum_q likewise. a_v, b_v: of weights. m, l: of the softmax. top: the largest
-# number of a row. one, none: ones and zeros. s, z: scales and zeros of one group.
+# channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
+# the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
+# group.
 Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P")
 
 
@@ -107,18 +109,19 @@ def fold(rows, R, n, first, count, s, z, offset, x, b, top):
         top[h] = most
 
 
-#     x_i = a Q_i + rest_i,    a = top / levels,    Q_i = round(x_i / a)
+#     x_i = a Q_i + rest_i,    a = top / levels,    Q_i = round(x_i / a - down)
 #     b += middle sum_i rest_i
 @njit(**INNER)
-def round_rows(x, R, n, first, count, top, levels, middle, Q, a, b):
-    """Rows of x to bytes; the rest stays in x. levels: 127, or 255 for x >= 0."""
+def round_rows(x, R, n, first, count, top, levels, down, middle, Q, a, b):
+    """Rows of x to bytes; the rest stays in x. levels: 127, or 255 for x >= 0. down:
+    1/2 leaves no rest below 0."""
     a, b, top = floats(a, FIRST, R), floats(b, FIRST, R), floats(top, FIRST, R)
     for h in range(R):
         row = floats(x, h * n + first, count)
         out = signed_bytes(Q, h * n + first, count)
         inverse, step, sum_rest = levels / top[h], top[h] / levels, np.float32(0)
         for i in range(count):
-            y = round_even(row[i] * inverse)
+            y = round_even(row[i] * inverse - down)
             out[i] = np.int8(np.int32(y))
             rest = row[i] - step * y
             row[i] = rest
@@ -127,12 +130,36 @@ def round_rows(x, R, n, first, count, top, levels, middle, Q, a, b):
         b[h] += middle * sum_rest
 
 
+#     x = a_1 Q_1 + a_2 Q_2 + ...
+@njit(**INNER)
+def round_terms(terms, signed, bits, x, R, heads, n, first, count, rows, Q, a, b):
+    """`round_rows` for each term: Q (terms, heads, n), a (terms, heads). rows.top: the
+    largest |x| of each row."""
+    middle = np.float32((2**bits - 1) / 2)
+    if signed:
+        levels, down, part = np.float32(127), np.float32(0), np.float32(0.5)
+    else:
+        levels, down, part = np.float32(255), np.float32(0.5), np.float32(1)
+        middle -= np.float32(128 if bits == 8 else 0)  # these codes are code - 128
+    top = floats(rows.top, FIRST, R)
+    for term in range(terms):
+        to, step, last = Q + term * heads * n, a + 4 * term * heads, term == terms - 1
+        zero = np.float32(0)
+        lower, pay_back = (zero, middle) if last else (down, zero)
+        round_rows(
+            x, R, n, first, count, rows.top, levels, lower, pay_back, to, step, b
+        )
+        for h in range(R):
+            top[h] = floats(step, h, ONE)[0] * part  # the largest rest
+
+
 # --- rows times codes -----------------------------------------------------------------
 #     out[h, lane] = a_h sum_i row[h, i] code[i, lane] + b_h        (keys)
 #     out[h, lane] += ...                                          (values)
 # `codes` is the address of `panels` panels of `count` rows each, `row` of (heads, n)
-# numbers, or bytes, `out` of (heads, m). Two panels at a time give one head enough sums
-# under way, and four heads fewer loads; of numbers they would need too many registers.
+# numbers, or bytes, `out` of (heads, m). A head that is alone takes two panels at a
+# time, so that enough sums are under way; four heads take two for fewer loads, but of
+# numbers, which would need too many registers.
 @njit(**INNER)
 def multiply_keys(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
     """The scores of the lanes of some panels."""
@@ -144,18 +171,14 @@ def multiply_keys(numbers, bits, row, heads, n, codes, panels, count, a, b, out,
             s, c = a + 4 * h, b + 4 * h
             if numbers and heads > 1:
                 key_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif numbers and pair:
-                key_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
             elif numbers:
-                key_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
-            elif heads > 1 and pair:
-                key_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
-            elif heads > 1:
-                key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif pair:
+                key_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
+            elif heads == 1:
                 key_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
+            elif pair:
+                key_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
             else:
-                key_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
+                key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
 
 
 @njit(**INNER)
@@ -169,18 +192,14 @@ def multiply_values(numbers, bits, row, heads, n, codes, panels, count, a, b, ou
             s, c = a + 4 * h, b + 4 * h
             if numbers and heads > 1:
                 value_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif numbers and pair:
-                value_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
             elif numbers:
-                value_numbers(1, 1, bits, count, line, row, n, a, b, o, m)
-            elif heads > 1 and pair:
-                value_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
-            elif heads > 1:
-                value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif pair:
+                value_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
+            elif heads == 1:
                 value_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
+            elif pair:
+                value_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
             else:
-                value_bytes(1, 1, bits, count, line, row, n, a, b, o, m)
+                value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
 
 
 # --- scores ---------------------------------------------------------------------------
@@ -190,22 +209,11 @@ def fold_query(shape, q, keys, g, first, count, rows):
     on, and the bytes of these."""
     R, heads, D, terms = shape
     a, b = rows.a + 8 * g * heads, rows.b + 4 * g * heads
-    offset, middle = np.float32(keys.offset), np.float32((2**keys.bits - 1) / 2)
-    x, s, z, top = rows.x, rows.s, rows.z, rows.top
-    fold(q, R, D, first, count, s, z, offset, x, b, top)
-    for term in range(terms):
-        Q, step = rows.Q + term * heads * D, a + 4 * term * heads
-        pay_back = middle if term == terms - 1 else np.float32(0)
-        round_rows(x, R, D, first, count, top, np.float32(127), pay_back, Q, step, b)
-        halves_of_steps(step, R, top)
-
-
-@njit(**INNER)
-def halves_of_steps(step, R, top):
-    """The largest rest that rounding leaves."""
-    step, top = floats(step, FIRST, R), floats(top, FIRST, R)
-    for h in range(R):
-        top[h] = step[h] * np.float32(0.5)
+    offset, x, s, z = np.float32(keys.offset), rows.x, rows.s, rows.z
+    fold(q, R, D, first, count, s, z, offset, x, b, rows.top)
+    round_terms(
+        terms, True, keys.bits, x, R, heads, D, first, count, rows, rows.Q, a, b
+    )
 
 
 @njit(**INNER)
@@ -340,11 +348,11 @@ def add_values(shape, values, n, block, valid, rows):
     bits, groups = values.bits, -(-D // values.group)
     count = UNIT * bits // 32
     start = values.words + 128 * (n * values.blocks + block) * (D // LANES) * count
-    signed = np.float32(128 if bits == 8 else 0)  # codes of 8 bits are code - 128
-    middle = np.float32((2**bits - 1) / 2) - signed
     s, z, w, P, top = rows.s, rows.z, rows.w, rows.P, rows.top
-    a, b, one = rows.a_v, rows.b_v, rows.one
-    offset, levels = np.float32(values.offset), np.float32(255)
+    a, b, one, none = rows.a_v, rows.b_v, rows.one, rows.none
+    offset = np.float32(values.offset)
+    if terms and bits == 8:
+        offset -= np.float32(128)  # bytes meet code - 128
     for g in range(groups):
         c = g * values.group
         panels, out = min(values.group, D - c) // LANES, rows.o + 4 * c
@@ -353,16 +361,28 @@ def add_values(shape, values, n, block, valid, rows):
         at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
         read_halves(values.scale, at + g, groups, valid, UNIT, s)
         read_halves(values.zero, zero_at + g, groups, valid * values.has_zero, UNIT, z)
+        fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset, w, b, top)
         if terms == 0:
-            fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset, w, b, top)
             multiply_values(
                 True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D
             )
-        else:
-            fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset - signed, w, b, top)
-            round_rows(w, R, UNIT, FIRST, UNIT, top, levels, middle, P, a, b)
+        round_terms(terms, False, bits, w, R, heads, UNIT, FIRST, UNIT, rows, P, a, b)
+        for term in range(terms):
+            row, step = P + term * heads * UNIT, a + 4 * term * heads
+            constant = b if term == 0 else none
             multiply_values(
-                False, bits, P, heads, UNIT, codes, panels, count, a, b, out, D
+                False,
+                bits,
+                row,
+                heads,
+                UNIT,
+                codes,
+                panels,
+                count,
+                step,
+                constant,
+                out,
+                D,
             )
 
 
@@ -419,9 +439,9 @@ def rows_in(shape, groups, memory, space):
     b = a + 8 * groups * heads
     sum_q = b + 4 * groups * heads
     a_v = sum_q + 4 * groups * heads
-    b_v, m, l = a_v + 4 * heads, a_v + 8 * heads, a_v + 12 * heads  # noqa: E741
-    top, one, none = a_v + 16 * heads, a_v + 20 * heads, a_v + 24 * heads
-    s = a_v + 28 * heads
+    b_v, m, l = a_v + 8 * heads, a_v + 12 * heads, a_v + 16 * heads  # noqa: E741
+    top, one, none = a_v + 20 * heads, a_v + 24 * heads, a_v + 28 * heads
+    s = a_v + 32 * heads
     z = s + 4 * n
     Q = address(space)
     P = Q + max(terms, 1) * heads * D
@@ -464,9 +484,9 @@ def attend_tasks(
     k, v = side_of(keys, settings[0]), side_of(values, settings[1])
     in_full = Exact(address(exact[0]), address(exact[1]), exact[0].shape[1])
     groups = 1 if k.per_channel else -(-D // k.group)
-    sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 7) * heads
+    sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 8) * heads
     memory = np.empty(sizes + 2 * max(D, UNIT), np.float32)
-    space = np.empty(max(terms, 1) * heads * D + heads * UNIT, np.int8)
+    space = np.empty(max(terms, 1) * heads * (D + UNIT), np.int8)
     rows = rows_in(shape, groups, memory, space)
     m, l, o = (  # noqa: E741
         floats(rows.m, FIRST, R),
@@ -492,6 +512,16 @@ def attend_tasks(
             out[0][n, split, h], out[1][n, split, h] = m[h], l[h]
             for d in range(D):
                 out[2][n, split, h, d] = o[h * D + d]
+
+
+# --- before and after -----------------------------------------------------------------
+@njit(nogil=True, **OPTIONS)
+def widen(numbers, out):
+    """float32 of binary16 numbers, given as uint16. NumPy takes ten times as long."""
+    for h in range(numbers.shape[0]):
+        for t in range(numbers.shape[1]):
+            for d in range(numbers.shape[2]):
+                out[h, t, d] = half_to_float(numbers[h, t, d])
 
 
 # --- the splits of a head -------------------------------------------------------------

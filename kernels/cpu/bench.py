@@ -363,7 +363,7 @@ class Stage:
             q,
             cache,
             version=version,
-            query_terms=terms,
+            terms=terms,
             threads=scene.threads,
         )
         dots = needed_dots(scene, terms) if version == "v4" else None
@@ -393,10 +393,10 @@ def relative(x, exact):
     return float(np.linalg.norm(x - exact) / np.linalg.norm(exact))
 
 
-def needed_dots(scene, query_terms=1):
-    """Instructions for the products of keys (each term of the query) and of values."""
+def needed_dots(scene, terms=1):
+    """Instructions for the products of keys and of values, for each term."""
     products = H_KV * scene.ratio * scene.T * D
-    return products * (query_terms + 1) // DOT
+    return products * 2 * terms // DOT
 
 
 def yardstick_rows(scene, memory, clock):

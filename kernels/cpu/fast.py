@@ -15,7 +15,7 @@ import numpy as np
 from kvq.cache import KVCache
 from kvq.dtypes import as_float_array
 from kvq.kernels.cpu import simd
-from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge
+from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge, widen
 from kvq.kernels.cpu.blocks import UNIT
 from kvq.kernels.cpu.threads import cores, run
 from kvq.quantizer import integer_levels
@@ -36,8 +36,8 @@ def unavailable(version="v4"):
 def version_for(policy):
     """The version for a policy: "v4" where the CPU has it and no code has 8 bits.
 
-    Queries and weights of 8 bits add an error of about 1 %, which is nothing beside
-    codes of 4 bits and as much as that of codes of 8.
+    Queries and weights of one byte add an error of 1 to 2 %: little beside that of
+    codes of 4 bits, and three times that of codes of 8.
     """
     few = all(scheme.bits < 8 for scheme in policy.schemes)
     return "v4" if few and unavailable("v4") is None else "v3"
@@ -52,7 +52,7 @@ def decode(
     softcap=None,
     sink_logits=None,
     version=None,
-    query_terms=1,
+    terms=1,
     threads=None,
 ):
     """Attention of one query token of each sequence: float32 of the shape of q.
@@ -60,14 +60,14 @@ def decode(
     q : (B, H_q, 1, D), or (H_q, 1, D) for a single sequence.
     cache : a KVCache with layout="blocks"; another is put into blocks, every time.
     version : "v3", "v4" or None (see `version_for`).
-    query_terms : of v4, 1 or 2; bytes that stand for a number of the query.
+    terms : of v4, 1 or 2; bytes that stand for a number of the query, and a weight.
     threads : at most so many (default: one for each core that the process may use).
     Raises TypeError or ValueError; RuntimeError for a version that cannot run here.
     """
     rows = in_blocks(cache).rows
     q = as_float_array(q, "q")
     R = _heads_per_kv_head(q, rows)
-    terms = _terms(version or version_for(cache.policy), query_terms)
+    terms = _terms(version or version_for(cache.policy), terms)
     D = q.shape[-1]
     scale = LOG2E * np.float32(D**-0.5 if scale is None else scale)
     queries = np.ascontiguousarray(q.astype(np.float32) * scale).reshape(
@@ -115,15 +115,15 @@ def _heads_per_kv_head(q, rows):
     return H_q // H_kv
 
 
-def _terms(version, query_terms):
+def _terms(version, terms):
     """How many bytes stand for a number of the query; 0: the number itself."""
     if version not in VERSIONS:
         raise ValueError(f"unknown version {version!r}; valid: {', '.join(VERSIONS)}")
-    if query_terms not in (1, 2):
-        raise ValueError(f"query_terms={query_terms!r}; valid: 1, 2")
+    if terms not in (1, 2):
+        raise ValueError(f"terms={terms!r}; valid: 1, 2")
     if reason := unavailable(version):
         raise RuntimeError(f"{version} cannot run here: {reason}")
-    return query_terms if version == "v4" else 0
+    return terms if version == "v4" else 0
 
 
 def _sinks(sink_logits, heads):
@@ -148,7 +148,7 @@ class _Row:
         keys, values = map(_store, row)
         self.arguments = (
             self.splits,
-            Shape(R, R if R == 1 else -(-R // 4) * 4, D, terms),
+            Shape(R, _room(R, keys.scheme, values.scheme, D), D, terms),
             q,
             tokens,
             keys.arrays,
@@ -161,6 +161,13 @@ class _Row:
 
     def run(self, first, last):
         attend_tasks(first, last, *self.arguments)
+
+
+def _room(R, key, value, D):
+    """`Shape.heads`. Keys whose scales belong to tokens come panel by panel."""
+    pairs = key.per == "channel" and key.group >= 64 and D % 64 == 0
+    pairs &= value.group is None or value.group >= 64
+    return 1 if R == 1 and pairs else -(-R // 4) * 4
 
 
 def _store(stream):
@@ -181,10 +188,16 @@ def _settings(scheme, D):
 def _exact(stream):
     """Sinks and window, float32 (H, E, D). The newest query sees all of them, so that
     their order does not matter."""
-    sinks, window = stream.sinks, stream.window
-    H, W, D = window.shape
-    exact = np.empty((H, sinks.shape[1] + W, D), np.float32)
-    exact[:, : sinks.shape[1]], exact[:, sinks.shape[1] :] = sinks, window
+    H, _, D = stream.window.shape
+    exact = np.empty((H, stream.sinks.shape[1] + stream.window.shape[1], D), np.float32)
+    start = 0
+    for part in (stream.sinks, stream.window):
+        stop = start + part.shape[1]
+        if part.dtype == np.float16:
+            widen(part.view(np.uint16), exact[:, start:stop])
+        else:
+            exact[:, start:stop] = part
+        start = stop
     return exact
 
 

@@ -24,6 +24,7 @@ from numba.np.arrayobj import populate_array
 from numpy import float32
 
 LANES = 16
+AHEAD = 4096  # bytes
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
@@ -62,6 +63,9 @@ def _row_intrinsic(dtype):
         kind = types.Array(dtype, 1, "C")
 
         def codegen(context, b, signature, args):
+            # LLVM prefers half of AVX-512 on CPUs that once slowed down at all of it.
+            # llvmlite knows no such attribute, but writes what stands in the set.
+            set.add(b.function.attributes, '"prefer-vector-width"="512"')
             out = context.make_array(kind)(context, b)
             width = context.get_abi_sizeof(context.get_data_type(dtype))
             step = context.get_constant(types.intp, width)
@@ -122,10 +126,7 @@ def prefetch(typing, memory):
     """Ask for the bytes at an address, which are wanted soon."""
 
     def codegen(context, b, signature, args):
-        pointer = ir.PointerType(I8)
-        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
-        ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-        b.call(ask, [b.inttoptr(args[0], pointer), I32(0), I32(3), I32(1)])
+        _prefetch(b, args[0])
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -274,6 +275,9 @@ def _sums(b, H, V, zero, add, values, bits, rows, codes, row, n):
             _load(b, b.add(start, b.mul(panel, I64(v // 2))), 64 * (v % 2), WORDS)
             for v in range(V)
         ]
+        for v in range(V):  # the row that is wanted soon: memory is slower than this
+            place = b.add(start, b.mul(panel, I64(v // 2)))
+            _prefetch(b, b.add(place, I64(64 * (v % 2) + AHEAD)))
         with cgutils.for_range(b, planes) as inner:
             shift = b.trunc(b.mul(inner.index, bits), I32)
             i = b.add(b.mul(outer.index, planes), inner.index)
@@ -330,6 +334,13 @@ def _dot(b, total, unsigned, signed):
 def _ones(b, bits):
     """2^bits - 1"""
     return b.sub(b.shl(I32(1), b.trunc(bits, I32)), I32(1))
+
+
+def _prefetch(b, place):
+    pointer = ir.PointerType(I8)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(ask, [b.inttoptr(place, pointer), I32(0), I32(3), I32(1)])
 
 
 def _words(value):

@@ -463,7 +463,8 @@ assert all(after[b] < hardware.device("H200").instructions_per_byte for b in aft
 #
 # ## What to read next
 #
-# The next lesson, *Predict the bandwidth*, makes a model of these numbers: which limit
+# The next lesson, *Fast on a CPU*, plays the same game on the machine in front of you.
+# *Predict the bandwidth*, after it, makes a model of the numbers above: which limit
 # binds, for which bits, heads, device and context.
 #
 # - NVIDIA, *PTX ISA*, "Matrix Fragments for mma.m16n8k16": the table above.

@@ -118,11 +118,11 @@ def relative_error(out, expected):
 VERSIONS = {
     "v3": {"version": "v3"},
     "v4": {"version": "v4"},
-    "v4, two terms": {"version": "v4", "query_terms": 2},
+    "v4, two terms": {"version": "v4", "terms": 2},
 }
 # Beside float64, of numbers and of bytes. Over these cases the largest relative errors
-# were 2.0e-6, 0.018 and 0.0066.
-ERROR = {"v3": 1e-5, "v4": 0.025, "v4, two terms": 0.01}
+# were 3.2e-6, 0.018 and 6.4e-5.
+ERROR = {"v3": 1e-5, "v4": 0.025, "v4, two terms": 2e-4}
 
 
 @pytest.fixture(params=VERSIONS)
@@ -142,19 +142,6 @@ def test_attention_is_the_reference_but_for_the_bytes(name, name_of_version):
         for b, row in enumerate(fast.decode(q, cache, **options)):
             error = relative_error(row, cache.attend(q)[b])
             assert error < ERROR[name_of_version], (lengths, b)
-
-
-@needs_vnni
-@pytest.mark.parametrize("name", CASES)
-def test_a_second_term_lowers_the_error(name):
-    the_policy, ratio, D = CASES[name]
-    cache, q = filled(the_policy, D, (900,)), queries(1, 2 * ratio, D)
-    expected = cache.attend(q)
-    one, two = (
-        relative_error(fast.decode(q, cache, version="v4", query_terms=n), expected)
-        for n in (1, 2)
-    )
-    assert two < 0.95 * one  # the weights have one term
 
 
 @pytest.mark.parametrize("ratio", range(1, 10))
@@ -432,8 +419,8 @@ def test_an_unknown_version_and_a_mask_are_refused():
         cpu.decode(q, cache, version="v3", mask=np.ones(5, bool))
     with pytest.raises(ValueError, match="unknown version 'v2'; valid: v3, v4"):
         fast.decode(q, cache, version="v2")
-    with pytest.raises(ValueError, match="query_terms=3; valid: 1, 2"):
-        fast.decode(q, cache, query_terms=3)
+    with pytest.raises(ValueError, match="terms=3; valid: 1, 2"):
+        fast.decode(q, cache, terms=3)
 
 
 @pytest.mark.parametrize(
