@@ -38,6 +38,7 @@ from kvq.kernels.cpu.simd import (
     signed_bytes,
     value_bytes,
     value_numbers,
+    wide_vectors,
 )
 
 # Of NumPy's type: a literal would be a type of its own, for which Numba compiles every
@@ -78,6 +79,7 @@ Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q 
 @njit(**INNER)
 def read_halves(source, start, step, count, n, out):
     """out[i] = the binary16 number start + i step of `source`, i < count; 0 up to n."""
+    wide_vectors()
     numbers, row = halves(source, start, (count - 1) * step + 1), floats(out, 0, n)
     if step == 1:
         for i in range(count):
@@ -93,6 +95,7 @@ def read_halves(source, start, step, count, n, out):
 @njit(**INNER)
 def fold(rows, R, n, first, count, s, z, offset, x, b, top):
     """Of each row of `rows` (R, n), the numbers first .. first + count - 1."""
+    wide_vectors()
     s, z = floats(s, FIRST, count), floats(z, FIRST, count)
     b, top = floats(b, FIRST, R), floats(top, FIRST, R)
     for h in range(R):
@@ -115,6 +118,7 @@ def fold(rows, R, n, first, count, s, z, offset, x, b, top):
 def round_rows(x, R, n, first, count, top, levels, down, middle, Q, a, b):
     """Rows of x to bytes; the rest stays in x. levels: 127, or 255 for x >= 0. down:
     1/2 leaves no rest below 0."""
+    wide_vectors()
     a, b, top = floats(a, FIRST, R), floats(b, FIRST, R), floats(top, FIRST, R)
     for h in range(R):
         row = floats(x, h * n + first, count)
@@ -314,6 +318,7 @@ def fold_nothing(shape, q, keys, rows):
 @njit(**INNER)
 def softmax_step(R, D, valid, softcap, rows):
     """S (R, 128) becomes 2^(S - m'); m, l and o of every head follow."""
+    wide_vectors()
     m, l = floats(rows.m, 0, R), floats(rows.l, 0, R)  # noqa: E741
     for h in range(R):
         S = floats(rows.S, h * UNIT, UNIT)
@@ -480,6 +485,7 @@ def attend_tasks(
     (H, E, D) of keys and of values. out : arrays m, l (H, splits, R) and o (H, splits,
     R, D), of which the tasks' parts are written.
     """
+    wide_vectors()
     R, heads, D, terms = shape
     k, v = side_of(keys, settings[0]), side_of(values, settings[1])
     in_full = Exact(address(exact[0]), address(exact[1]), exact[0].shape[1])

@@ -17,10 +17,11 @@ from kvq.dtypes import as_float_array
 from kvq.kernels.cpu import simd
 from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge, widen
 from kvq.kernels.cpu.blocks import UNIT
-from kvq.kernels.cpu.threads import cores, run
+from kvq.kernels.cpu.threads import run, worth
 from kvq.quantizer import integer_levels
 
 LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
+SECONDS_OF_A_NUMBER = 1 / 16e9  # a block of 128 tokens of one head: about 2 us
 SPLIT = 32  # blocks of a split: 4096 tokens
 VERSIONS = ("v3", "v4")
 
@@ -65,7 +66,7 @@ def decode(
     Raises TypeError or ValueError; RuntimeError for a version that cannot run here.
     """
     rows = in_blocks(cache).rows
-    q = as_float_array(q, "q")
+    q = as_float_array(q, "q", finite=False)
     R = _heads_per_kv_head(q, rows)
     terms = _terms(version or version_for(cache.policy), terms)
     D = q.shape[-1]
@@ -73,13 +74,16 @@ def decode(
     queries = np.ascontiguousarray(q.astype(np.float32) * scale).reshape(
         len(rows), -1, R, D
     )
+    if not np.isfinite(queries).all():
+        as_float_array(q, "q")  # raises, and names the number
     sinks = _sinks(sink_logits, queries.shape[1:3])
     work = [
         _Row(row, rows_q, terms, LOG2E * np.float32(softcap or 0))
         for row, rows_q in zip(rows, queries, strict=True)
     ]
-    jobs = [partial(row.run, first, last) for row, first, last in _parts(work, threads)]
-    run(jobs, sum(row.numbers for row in work), threads)
+    count = worth(SECONDS_OF_A_NUMBER * sum(row.numbers for row in work), threads)
+    parts = _parts(work, count)
+    run([partial(row.run, first, last) for row, first, last in parts], count)
     out = np.empty_like(queries)
     for row, o in zip(work, out, strict=True):
         merge(*row.results, sinks, o)
@@ -193,7 +197,7 @@ def _exact(stream):
     start = 0
     for part in (stream.sinks, stream.window):
         stop = start + part.shape[1]
-        if part.dtype == np.float16:
+        if part.dtype == np.float16 and part.size:
             widen(part.view(np.uint16), exact[:, start:stop])
         else:
             exact[:, start:stop] = part
@@ -203,7 +207,9 @@ def _exact(stream):
 
 def _parts(rows, threads):
     """(row, first, last): about four parts for each thread, of whole tasks."""
-    size = sum(row.numbers for row in rows) / (4 * (threads or cores()))
+    if threads == 1:
+        return [(row, 0, row.count) for row in rows]
+    size = sum(row.numbers for row in rows) / (4 * threads)
     parts = []
     for row in rows:
         step = max(int(row.count * size / max(row.numbers, 1)), 1)

@@ -63,9 +63,6 @@ def _row_intrinsic(dtype):
         kind = types.Array(dtype, 1, "C")
 
         def codegen(context, b, signature, args):
-            # LLVM prefers half of AVX-512 on CPUs that once slowed down at all of it.
-            # llvmlite knows no such attribute, but writes what stands in the set.
-            set.add(b.function.attributes, '"prefer-vector-width"="512"')
             out = context.make_array(kind)(context, b)
             width = context.get_abi_sizeof(context.get_data_type(dtype))
             step = context.get_constant(types.intp, width)
@@ -89,6 +86,19 @@ floats, words, halves, codes_of, signed_bytes = map(
     _row_intrinsic,
     (types.float32, types.uint32, types.uint16, types.uint8, types.int8),
 )
+
+
+@intrinsic
+def wide_vectors(typing):
+    """Let the loops of this function use all of AVX-512: LLVM prefers half of it, for
+    the sake of CPUs that slow down. Short rows of packing gain nothing by it."""
+
+    def codegen(context, b, signature, args):
+        # llvmlite does not know this attribute, but writes what stands in the set.
+        set.add(b.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

@@ -9,7 +9,8 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 
-WORTH_A_THREAD = 2**16  # numbers: to wake a thread for fewer costs more than it saves
+WORTH_A_THREAD = 200e-6  # seconds of work: to wake a thread for less gains nothing
+SECONDS_OF_A_NUMBER = 1e-9  # to pack it, or to unpack it
 
 
 def cores():
@@ -19,15 +20,19 @@ def cores():
     return os.cpu_count() or 1
 
 
-def run(jobs, numbers, threads=None):
-    """Call every job, in as many threads as `numbers` numbers are worth.
+def worth(seconds, threads=None):
+    """How many threads to use for what takes one of them `seconds`, roughly.
 
-    jobs : callables without arguments; a thread takes the next one until none is left.
     threads : at most so many; None: one for each core.
     """
-    count = max(min(threads or cores(), numbers // WORTH_A_THREAD, len(jobs)), 1)
+    return max(min(threads or cores(), int(seconds / WORTH_A_THREAD)), 1)
+
+
+def run(jobs, threads):
+    """Call every job: callables without arguments; a thread takes the next one until
+    none is left."""
     rest = iter(jobs)  # gives each job to one thread only
-    others = [_pool(count).submit(_work, rest) for _ in range(count - 1)]
+    others = [_pool(threads).submit(_work, rest) for _ in range(threads - 1)]
     _work(rest)
     for other in others:
         other.result()
@@ -36,15 +41,15 @@ def run(jobs, numbers, threads=None):
 def in_parts(n, loop, *arguments, size, threads=None):
     """loop(first, last, *arguments) over 0 .. n - 1, each of `size` numbers.
 
-    About four parts for each thread: one that has to wait leaves its share to others.
+    Four parts for each thread: one that has to wait leaves its share to others.
     """
-    most = 4 * (threads or cores()) if threads != 1 else 1
-    part = max(-(-n // most), 2 * WORTH_A_THREAD // size, 1)
+    count = worth(n * size * SECONDS_OF_A_NUMBER, threads)
+    part = max(-(-n // (4 * count if count > 1 else 1)), 1)
     jobs = [
         partial(loop, first, min(first + part, n), *arguments)
         for first in range(0, n, part)
     ]
-    run(jobs, n * size, threads)
+    run(jobs, count)
 
 
 def _work(jobs):
