@@ -27,6 +27,7 @@ from kvq.kernels.cpu.simd import (
     larger,
     nearest_byte,
     prefetch,
+    words,
 )
 from kvq.kernels.cpu.threads import in_parts
 from kvq.quantizer import integer_levels, largest_level, scale_and_zero
@@ -376,17 +377,18 @@ def pack_row(codes, n, bits, packed, row):
     which row `row` is written.
     """
     size = packed.shape[2]
-    codes, out = codes_of(codes, 0, n), codes_of(address(packed), row * size, size)
+    out = codes_of(address(packed), row * size, size)
+    codes, pairs, fours = codes_of(codes, 0, n), halves(codes, 0, n), words(codes, 0, n)
     if bits == 8:
         for i in range(size):
             out[i] = codes[i]
-    elif bits == 4:
+    elif bits == 4:  # two codes are 16 bits that lie side by side
         for i in range(size):
-            out[i] = codes[2 * i] | codes[2 * i + 1] << 4
+            out[i] = np.uint8(pairs[i] | pairs[i] >> 4)
     elif bits == 2:
         for i in range(size):
-            low = codes[4 * i] | codes[4 * i + 1] << 2
-            out[i] = low | codes[4 * i + 2] << 4 | codes[4 * i + 3] << 6
+            four = fours[i]
+            out[i] = np.uint8(four | four >> 6 | four >> 12 | four >> 18)
     else:
         for u in range(n // 8):
             word = np.uint64(0)
@@ -439,18 +441,20 @@ def set_group(out, start, n, value):
 def unpack_row(packed, row, bits, codes, n):
     """The inverse of `pack_row`."""
     size = packed.shape[2]
-    codes, packed = codes_of(codes, 0, n), codes_of(address(packed), row * size, size)
+    packed = codes_of(address(packed), row * size, size)
+    codes, pairs, fours = codes_of(codes, 0, n), halves(codes, 0, n), words(codes, 0, n)
     if bits == 8:
         for i in range(size):
             codes[i] = packed[i]
     elif bits == 4:
         for i in range(size):
-            codes[2 * i], codes[2 * i + 1] = packed[i] & 15, packed[i] >> 4
+            byte = np.uint16(packed[i])
+            pairs[i] = byte & 15 | (byte & 240) << 4
     elif bits == 2:
         for i in range(size):
-            byte = packed[i]
-            codes[4 * i], codes[4 * i + 1] = byte & 3, byte >> 2 & 3
-            codes[4 * i + 2], codes[4 * i + 3] = byte >> 4 & 3, byte >> 6
+            byte = np.uint32(packed[i])
+            low = byte & 3 | (byte & 12) << 6
+            fours[i] = low | (byte & 48) << 12 | (byte & 192) << 18
     else:
         mask = np.uint64((1 << bits) - 1)
         for u in range(n // 8):
