@@ -5,7 +5,8 @@ tokens, channels. A group is `gt` tokens by `gc` channels, the last one smaller;
 token t and channel c belong to group (t // gt, c // gc). A *strip* is gt tokens of one
 head: it is read once from memory, and all that follows finds it in the cache.
 
-Numba's cache sees a change of this file only, so what the loops call stands here too.
+Numba's cache sees a change of this file only, so what the loops call stands here too,
+but for the instructions in `simd.py`.
 """
 
 import math
