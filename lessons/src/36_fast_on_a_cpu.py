@@ -252,7 +252,7 @@ checks.check_bounds(bounds)
 #
 # Two ways to measure it: a loop whose numbers stay in registers, and a product of
 # matrices, which a good library runs near the peak. The loop is as wide as the
-# compiler likes; some do not use the widest registers without being told.
+# compiler likes; some do not use the widest registers unless told to (`simd.py` tells).
 
 
 # %%
@@ -441,20 +441,23 @@ assert with_it < without
 
 # %% [markdown]
 # The weights are rounded likewise: they are not negative, so 255 levels fit a byte. And
-# where 8 bits of the query are too few, the rest gets 8 bits of its own: a second
-# *term*, at the price of the products once more.
+# where 8 bits are too few, the rest gets 8 bits of its own: a second *term*, of the
+# query and of the weights, at the price of the products once more. The rest of a weight
+# must not be negative either, so the first of its two terms is rounded down.
 #
 # Here is all of it for one KV head, as equations in float64. It runs on any machine.
 # The kernel does the same with one instruction for 64 products.
 
 
 # %%
-def in_bytes(X, u, bits, levels, terms=1):
-    """X (R, n) times codes u (n, m), X rounded to bytes."""
+def in_bytes(X, u, bits, levels, terms):
+    """X (R, n) times codes u (n, m), X rounded to bytes; 255 levels: X >= 0."""
     out = np.zeros((len(X), u.shape[1]))
     for row, x in zip(out, X, strict=True):
-        for _ in range(terms):
+        for term in range(terms):
             a, Q, constant = round_row(x, levels, bits)
+            if levels == 255 and term < terms - 1:
+                Q = np.floor(x / a)  # leaves no rest below 0
             row += a * (Q @ u)
             x = x - a * Q  # the rest
         row += constant  # of the last term
@@ -473,7 +476,7 @@ def attend_in_bytes(q, keys, values, bits, terms):
     for t in range(0, p.shape[1], UNIT):  # a block
         w, u = p[:, t : t + UNIT], values[0][t : t + UNIT]
         s, z = (a[t : t + UNIT, 0] for a in values[1:])
-        o += in_bytes(w * s, u, bits, 255) + (w @ z)[:, None]
+        o += in_bytes(w * s, u, bits, 255, terms) + (w @ z)[:, None]
     return o / p.sum(axis=1, keepdims=True)
 
 
@@ -488,6 +491,14 @@ def attend_in_bytes(q, keys, values, bits, terms):
 # | v2 | all query heads of a group over each row of the tile; sums in float32 |
 # | v3 | blocks: a field of 32 words becomes float32; scales in query and weights |
 # | v4 | blocks: bytes times bytes |
+#
+# v1 and v2 are loops, in which the compiler looks for vectors. A loop such as `panels`
+# would leave one thing to gain: its sums lie in memory, and are read and written for
+# every code. So v3 has its products as vectors of 16 numbers in LLVM's intermediate
+# representation, the language into which Numba translates Python (`simd.py`). Their
+# sums stay in registers from the first row of words to the last, and a row is asked for
+# well before it is needed. LLVM cuts the vectors into what the processor has, so v3
+# runs everywhere. v4 is the same with `vpdpbusd`, four products in each lane.
 #
 # **Predict.** Which step brings most?
 
@@ -604,13 +615,23 @@ ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# v3 does not reach its bound, and v4, where it runs, falls further short of it. The
-# products of 64 tokens and one query head, with D = 128, are 16,384, or 256
-# instructions of v4. Besides, 128 numbers of the query and twice 64 weights are folded
-# and rounded, and 64 powers computed: 320 numbers, each worth about ten operations on 8
-# or 16 at a time. That was little beside the products in float32. Beside bytes, it is
-# as much as the products or more. An instruction four times as strong makes nobody four
-# times as fast who has something else to do.
+# The estimates count the products, and what makes a code ready for them. What else is
+# there to do for a block and one query head? The query is folded and rounded for each
+# group of tokens, the weights for each group of channels, and every token needs a power
+# for the softmax. Say that each of these numbers is worth ten operations.
+
+# %%
+products = 2 * UNIT * D  # with keys and with values
+others = UNIT // G * D + D // G * UNIT + UNIT  # of the query, of the weights, powers
+print(f"{products:,} products: {products // 16:,} instructions in float32, ", end="")
+print(f"{products // 64} with bytes")
+print(f"{others} other numbers: {10 * others // 16} instructions, 16 numbers each")
+assert 10 * others // 16 > 0.75 * products // 64
+
+# %% [markdown]
+# So what was little beside the products in float32 is nearly as much as the products of
+# bytes: one reason, not the only one, why v4 stays below its estimate. An instruction
+# four times as strong makes nobody four times as fast who has something else to do.
 #
 # ## What bytes cost
 #
@@ -635,6 +656,7 @@ for b in (8, 4, 2):
     hat = kvq.attention(q16, *(x.dequantize() for x in quantized), causal=False)
     cost[b, 0] = distance(hat, exact)
     sides = [[x.unpack(), x.scale, x.zero] for x in quantized]
+    by_hand = {}
     for terms in (1, 2):
         out = [
             attend_in_bytes(
@@ -645,7 +667,8 @@ for b in (8, 4, 2):
             )
             for n in range(3)
         ]
-        cost[b, terms] = distance(np.reshape(out, hat.shape), hat)
+        by_hand[terms] = np.reshape(out, hat.shape)
+        cost[b, terms] = distance(by_hand[terms], hat)
     print(
         f"{b} bits, equations {cost[b, 0]:9.5f} {cost[b, 1]:13.5f} {cost[b, 2]:13.5f}"
     )
@@ -660,14 +683,18 @@ for b in (8, 4, 2):
             for i in range(q16.shape[1])
         ]
         found.append(distance(np.concatenate(out, axis=1), hat))
+        assert distance(np.concatenate(out, axis=1), by_hand[terms]) < 1e-3
     print(f"        v4 {found[0]:30.5f} {found[1]:13.5f}")
 
 # %% [markdown]
 # The equations and the kernel agree, so the error is that of the method, not of its
-# code. At 4 and 2 bits a byte is good enough. At 8 bits, one term adds more than the
-# codes themselves cost: what was paid for 8 bits of cache is lost in the query. So
-# `version_for` takes v4 by itself only below 8 bits. A second term helps as far as the
-# query is to blame. What is left is the rounding of the weights.
+# code. (With two terms they differ by about as much as they err. The kernel does not
+# look for the largest rest, but takes what it can be: half a step of the query, a whole
+# one of the weights.) At 4 and 2 bits a byte is good enough. At 8 bits, one term adds
+# more than the codes themselves cost: what was paid for 8 bits of cache is lost in the
+# query and the weights. So `version_for` takes v4 by itself only below 8 bits. With a
+# second term bytes add next to nothing, at any width. But then v4 has twice the
+# products to do. A record at the end of this lesson has it beside v3.
 
 # %%
 for name in ("int8-token", "kivi-4", "kivi-2"):
@@ -708,12 +735,13 @@ assert distance(out, reference) < distance(reference, exact)
 
 # %% [markdown]
 # (`backend="auto"` takes a GPU where there is one.) Threads share the work by heads and
-# by splits of 4,096 tokens. How it is cut depends on the cache alone, so their number
-# changes the time and not a bit of the result:
+# by splits of 4,096 tokens or more. How it is cut depends on the cache alone, so their
+# number changes the time and not a bit of the result:
 
 # %%
 alone = fast.decode(q, in_blocks[4], threads=1)
 assert np.array_equal(alone, fast.decode(q, in_blocks[4], threads=3))
+assert fast.SPLIT * UNIT == 4096
 print("1 thread and 3 threads: the same bits")
 
 # %% [markdown]
@@ -725,7 +753,7 @@ print("1 thread and 3 threads: the same bits")
 
 # %%
 def print_recorded(path):
-    """v3, v4 and the fastest form of torch, at the longest context of the record."""
+    """v3, v4 and the fastest form of torch, cold."""
     rows, head = read_table(path)
     print(f"recorded: {head['cpu']}, threads: {head['threads']}, {head['date']}")
     if "--quick" in head["command"]:
@@ -753,9 +781,11 @@ share = {b: cost[b, 1] / cost[b, 0] for b in (8, 4, 2)}
 print(f"4 bits, 4 heads: {per_byte[4, 4]:.1f} multiply-adds per byte", end="")
 print(f", 16 bits and 1 head: {per_byte[16, 1]:.1f}")
 for b in (8, 4, 2):
-    print(f"{b} bits: a query in bytes adds {share[b]:.3f} of the codes' error")
+    print(f"{b} bits: bytes add {share[b]:.3f} of the codes' error", end="")
+    print(f", two terms {cost[b, 2] / cost[b, 0]:.4f}")
 assert share[4] < 0.2
 assert round(share[8]) == 3
+assert all(cost[b, 2] < cost[b, 0] / 50 for b in share)
 
 # %% [markdown]
 # ## Takeaway
@@ -765,8 +795,8 @@ assert round(share[8]) == 3
 # > than that in the time of a byte is held up by float32 arithmetic, and smaller codes
 # > do not help it. A layout along the tokens lets it take 8 or 16 numbers at a time,
 # > dot products of bytes 64. The bytes add less than a fifth of the error of 4-bit
-# > codes, and about three times that of 8-bit codes (SmolLM2-135M, layer 15, 512
-# > tokens).**
+# > codes, and about three times that of 8-bit codes. With a second term it is less than
+# > a fiftieth of either (SmolLM2-135M, layer 15, 512 tokens).**
 #
 # ## What to read next
 #
@@ -774,5 +804,6 @@ assert round(share[8]) == 3
 #
 # - Williams et al., *Roofline*, Communications of the ACM 52(4), 2009.
 # - Intel, *Intrinsics Guide*, `_mm512_dpbusd_epi32`: the instruction.
-# - `kernels/cpu/blocks.py` is the layout, `attend.py` the loops, `simd.py` what Numba
-#   has no function for, `fast.py` the threads and the merge.
+# - `kernels/cpu/blocks.py` is the layout, `attend.py` the loops, `simd.py` the products
+#   and what else Numba has no function for, `fast.py` the tasks and their merge,
+#   `threads.py` the threads.

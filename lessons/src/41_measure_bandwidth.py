@@ -137,7 +137,7 @@ del memory, reads
 # - by **fields** (v3): codes are stored so that a vector instruction takes the same
 #   bits of many words, and scales are folded into the query, as on a GPU;
 # - by **integers** (v4): codes are multiplied as they are, 64 products of bytes by one
-#   instruction, with a query of 8 bits. Not every processor has it.
+#   instruction, with a query and weights of 8 bits. Not every processor has it.
 #
 # **Exercise 2.** How many bytes go between memory and processor for $n$ cached numbers:
 # in float32, dequantized first (packed in; float32 out, and in again), and packed? A
@@ -328,14 +328,14 @@ for name in names[1:]:
 print(f"your guess: {guess}")
 
 # %% [markdown]
-# Why is a cache with a seventh of the bytes not seven times faster? Where float32
+# A cache with a seventh of the bytes need not be seven times faster. Where float32
 # attention runs at the memory's rate, a number takes it the time in which 4 bytes
 # arrive: a clock or two of a core. To break even, a quantized way must take a code out
 # of its byte, make it a number, scale it and multiply it for 4 heads in the same time.
 # One number after the other, that is hopeless, even if nothing is written to memory.
-# v3 does it for 16 numbers with each instruction and keeps the scales outside, v4
-# multiplies 64 bytes by one. It is the story of the GPU's kernels with other numbers:
-# instructions per byte.
+# v3 does it for 4, 8 or 16 numbers with each instruction, as the processor has it, and
+# keeps the scales outside. v4 multiplies 64 bytes by one. It is the story of the GPU's
+# kernels with other numbers: instructions per byte.
 #
 # ## Beside recorded numbers
 #
