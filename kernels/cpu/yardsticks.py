@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kvq.kernels.cpu import simd
-from kvq.kernels.cpu.threads import WORTH_A_THREAD, run
+from kvq.kernels.cpu.threads import run
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MEMINFO = Path("/proc/meminfo")
@@ -108,4 +108,4 @@ def dots(n):
 # --- threads --------------------------------------------------------------------------
 def each(f, parts):
     """Call f of every part, on a thread each."""
-    run([partial(f, part) for part in parts], len(parts) * WORTH_A_THREAD, len(parts))
+    run([partial(f, part) for part in parts], len(parts))
