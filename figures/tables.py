@@ -86,17 +86,12 @@ def _conditions(row, header):
 
 
 def _held(rows):
-    """Which of the goals hold, in a sentence."""
-    found = goals.verdicts(rows)
-    missed = [
-        f"{goal['goal']} {goal['measured']:.3g} (asked {goal['asked']})"
-        for goal in found
-        if goal["verdict"] == "does not hold"
-    ]
-    hold = sum(goal["verdict"] == "holds" for goal in found)
-    unknown = len(found) - hold - len(missed)
-    text = f"Of {len(found)} goals {hold} hold, {unknown} cannot be said"
-    return f"{text}; missed: {'; '.join(missed)}." if missed else f"{text}."
+    """How many of the goals hold, in a sentence."""
+    verdicts = [goal["verdict"] for goal in goals.verdicts(rows)]
+    hold = verdicts.count("holds")
+    unknown = sum(verdict.startswith("cannot be said") for verdict in verdicts)
+    said = f", {unknown} cannot be said" if unknown else ""
+    return f"Of {len(verdicts)} goals {hold} hold{said}: `kvq bench cpu` lists them."
 
 
 def _markdown(lines):

@@ -84,7 +84,7 @@ def test_every_candidate_has_a_row_that_is_timed_or_says_why_not(few_rounds, no_
         assert row["nbytes"] > 32 * 2 * 8 * 192 * 128 * 2 / 8
     for row in goals.pick(rows, scene="main", system="kvq"):
         assert row["cold"] == 1
-        assert row["roofline_percent"] <= 100 or not row["dots"]
+        assert row["roofline_percent"] > 0
 
 
 def test_a_peer_that_fails_is_one_line(monkeypatch, few_rounds):
