@@ -69,6 +69,14 @@ def test_the_baseline_is_nowhere_near_the_limit_of_instructions(row):
         assert budgets.issue_share(row["instructions_per_byte"], name) < 0.15
 
 
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if r["kernel"] == "decode_v5"], ids=named
+)
+def test_enough_bytes_are_under_way_for_the_registers_that_a_warp_takes(row):
+    for name in budgets.DEVICES:
+        assert budgets.bytes_under_way(row) >= 1.3 * budgets.bytes_to_cover(name)
+
+
 @needs_compiler
 @pytest.mark.parametrize("version", budgets.KERNELS)
 def test_the_machine_code_is_what_was_recorded(version):
