@@ -23,9 +23,10 @@ rows `step_bytes` are those of 64 tokens.
 v5 spills at D = 256, outside of its main loop.
 
 Some need more than 128 registers, so that fewer warps fit a multiprocessor. What counts
-is how many bytes are under way: bandwidth times latency, at least (Little's law). A warp
-of v5 has a stage of its ring under way while it works on another, so that few warps are
-enough: `bytes_under_way` is at least 1.3 times `bytes_to_cover` in every row of v5.
+is how many bytes are under way: bandwidth times latency, at least (Little's law). A
+warp of v5 has a stage of its ring under way while it works on another, so that few
+warps are enough: `bytes_under_way` is at least 1.3 times `bytes_to_cover` in every row
+of v5.
 
 `python -m kvq.kernels.budgets.tensor_cores` records again.
 """
@@ -70,8 +71,8 @@ LATENCY = 800e-9  # seconds from a load to its bytes, memory busy: an upper esti
 
 
 def bytes_under_way(row):
-    """What the warps of v5 that fit one multiprocessor wait for at once: a stage each, 64
-    tokens, or 16 of a cache in full precision."""
+    """What the warps of v5 that fit one multiprocessor wait for at once: a stage each,
+    64 tokens, or 16 of a cache in full precision."""
     registers = -(-row["registers"] // 8) * 8  # given out in eights, to 32 lanes
     warps = REGISTERS // (32 * registers)
     return warps * row["step_bytes"] // (4 if row["bits"] == 16 else 1)
