@@ -164,46 +164,34 @@ def round_terms(terms, signed, bits, x, R, heads, n, first, count, rows, Q, a, b
 # numbers, or bytes, `out` of (heads, m). A head that is alone takes two panels at a
 # time, so that enough sums are under way; four heads take two for fewer loads, but of
 # numbers, which would need too many registers.
-@njit(**INNER)
-def multiply_keys(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
-    """The scores of the lanes of some panels."""
-    width, pair = 4 if numbers else 1, panels % 2 == 0 and not (numbers and heads > 1)
-    for i in range(0, panels, 2 if pair else 1):
-        line, o = codes + i * count * 128, out + i * 128
-        for h in range(0, heads, 4):
-            four, to = row + width * h * n, o + 4 * h * m
-            s, c = a + 4 * h, b + 4 * h
-            if numbers and heads > 1:
-                key_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif numbers:
-                key_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
-            elif heads == 1:
-                key_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
-            elif pair:
-                key_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
-            else:
-                key_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+def _multiply(by_numbers, by_bytes):
+    """The loop over panels, around the intrinsics of one side."""
+
+    @njit(**{**INNER, "cache": False})  # a part of what `attend_tasks` caches
+    def multiply(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
+        width = 4 if numbers else 1
+        pair = panels % 2 == 0 and not (numbers and heads > 1)
+        for i in range(0, panels, 2 if pair else 1):
+            line, o = codes + i * count * 128, out + i * 128
+            for h in range(0, heads, 4):
+                four, to = row + width * h * n, o + 4 * h * m
+                s, c = a + 4 * h, b + 4 * h
+                if numbers and heads > 1:
+                    by_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+                elif numbers:
+                    by_numbers(1, 2, bits, count, line, four, n, s, c, to, m)
+                elif heads == 1:
+                    by_bytes(1, 2, bits, count, line, four, n, s, c, to, m)
+                elif pair:
+                    by_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
+                else:
+                    by_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+
+    return multiply
 
 
-@njit(**INNER)
-def multiply_values(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
-    """The weighted values of the lanes of some panels, added to `out`."""
-    width, pair = 4 if numbers else 1, panels % 2 == 0 and not (numbers and heads > 1)
-    for i in range(0, panels, 2 if pair else 1):
-        line, o = codes + i * count * 128, out + i * 128
-        for h in range(0, heads, 4):
-            four, to = row + width * h * n, o + 4 * h * m
-            s, c = a + 4 * h, b + 4 * h
-            if numbers and heads > 1:
-                value_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
-            elif numbers:
-                value_numbers(1, 2, bits, count, line, row, n, a, b, o, m)
-            elif heads == 1:
-                value_bytes(1, 2, bits, count, line, row, n, a, b, o, m)
-            elif pair:
-                value_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
-            else:
-                value_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+multiply_keys = _multiply(key_numbers, key_bytes)
+multiply_values = _multiply(value_numbers, value_bytes)
 
 
 # --- scores ---------------------------------------------------------------------------
