@@ -26,15 +26,18 @@ from numba import njit
 
 from kvq.kernels.cpu.simd import (
     address,
-    exp2,
+    ask,
+    exp2_of_128,
     floats,
+    fold_row,
     half_to_float,
     halves,
+    integers,
     key_bytes,
     key_numbers,
     larger,
     largest_of_128,
-    round_even,
+    round_row,
     signed_bytes,
     value_bytes,
     value_numbers,
@@ -46,6 +49,7 @@ from kvq.kernels.cpu.simd import (
 UNIT, LANES = np.int64(128), np.int64(32)  # tokens of a block; lanes of a panel
 PANELS = UNIT // LANES  # of keys, in a block
 FIRST, ONE = np.int64(0), np.int64(1)
+ZERO = FIRST
 NOTHING = np.float32(-1e30)  # the maximum of no scores
 OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
 # For what only compiled code calls: without it each takes half as long to compile.
@@ -72,7 +76,7 @@ Shape = namedtuple("Shape", "R heads D terms")
 # channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
 # the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
 # group.
-Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P")
+Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead")
 
 
 # --- scales into queries, or into weights ---------------------------------------------
@@ -91,47 +95,68 @@ def read_halves(source, start, step, count, n, out):
         row[i] = np.float32(0)
 
 
-#     x_i = row_i s_i     b = sum_i row_i z_i - offset sum_i x_i     top = max_i |x_i|
+#     z_i + center s_i,    center = middle - offset for integers, which meet u - middle
 @njit(**INNER)
-def fold(rows, R, n, first, count, s, z, offset, x, b, top):
-    """Of each row of `rows` (R, n), the numbers first .. first + count - 1."""
+def read_scales(side, at, zero_at, step, count, n, center, rows):
+    """rows.s and rows.z: n scales and zeros, as `read_halves` reads them."""
     wide_vectors()
-    s, z = floats(s, FIRST, count), floats(z, FIRST, count)
+    read_halves(side.scale, at, step, count, n, rows.s)
+    read_halves(side.zero, zero_at, step, count * side.has_zero, n, rows.z)
+    s, z = floats(rows.s, FIRST, n), floats(rows.z, FIRST, n)
+    for i in range(n):
+        z[i] += center * s[i]
+
+
+@njit(**INNER)
+def center_of(side, terms):
+    """What belongs to a zero, in scales."""
+    return (middle_code(side.bits) if terms else np.float32(0)) - np.float32(side.offset)
+
+
+@njit(**ONCE)
+def middle_code(bits):
+    """The middle of the codes 0 .. 2^bits - 1."""
+    return np.float32((2**bits - 1) / 2)
+
+
+#     x_i = row_i s_i     b = sum_i row_i z_i     top = max_i |x_i|
+@njit(**INNER)
+def fold(rows, R, n, first, count, s, z, x, b, top, ahead):
+    """Of each row of `rows` (R, n), the numbers first .. first + count - 1."""
     b, top = floats(b, FIRST, R), floats(top, FIRST, R)
     for h in range(R):
-        row = floats(rows, h * n + first, count)
-        out = floats(x, h * n + first, count)
-        sum_x, sum_z, most = np.float32(0), np.float32(0), np.float32(1e-30)
-        for i in range(count):
-            product = row[i] * s[i]
-            out[i] = product
-            sum_x += product
-            sum_z += row[i] * z[i]
-            most = larger(most, larger(product, -product))
-        b[h] = sum_z - offset * sum_x
-        top[h] = most
+        ask(ahead)
+        at = 4 * (h * n + first)
+        b[h], most = fold_row(rows + at, s, z, count, x + at)
+        top[h] = larger(most, np.float32(1e-30))
 
 
 #     x_i = a Q_i + rest_i,    a = top / levels,    Q_i = round(x_i / a - down)
-#     b += middle sum_i rest_i
+#     b -= a middle sum_i Q_i
 @njit(**INNER)
-def round_rows(x, R, n, first, count, top, levels, down, middle, Q, a, b):
-    """Rows of x to bytes; the rest stays in x. levels: 127, or 255 for x >= 0. down:
-    1/2 leaves no rest below 0."""
-    wide_vectors()
+def round_rows(x, R, n, first, count, top, levels, down, middle, Q, a, b, ahead):
+    """Rows of x to bytes. levels: 127, or 255 for x >= 0. down: 1/2 leaves no rest
+    below 0."""
     a, b, top = floats(a, FIRST, R), floats(b, FIRST, R), floats(top, FIRST, R)
     for h in range(R):
-        row = floats(x, h * n + first, count)
-        out = signed_bytes(Q, h * n + first, count)
-        inverse, step, sum_rest = levels / top[h], top[h] / levels, np.float32(0)
-        for i in range(count):
-            y = round_even(row[i] * inverse - down)
-            out[i] = np.int8(np.int32(y))
-            rest = row[i] - step * y
-            row[i] = rest
-            sum_rest += rest
+        ask(ahead)
+        at = h * n + first
+        step = top[h] / levels
+        total = round_row(x + 4 * at, count, levels / top[h], down, Q + at)
         a[h] = step
-        b[h] += middle * sum_rest
+        b[h] -= step * middle * total
+
+
+#     rest_i = x_i - a Q_i
+@njit(**INNER)
+def leave_rest(x, R, n, first, count, signed, Q, a):
+    """In the rows of x, for the next term."""
+    wide_vectors()
+    for h in range(R):
+        step, row = floats(a, h, ONE)[0], floats(x, h * n + first, count)
+        byte = signed_bytes(Q, h * n + first, count)
+        for i in range(count):
+            row[i] -= step * np.float32(byte[i] if signed else np.uint8(byte[i]))
 
 
 #     x = a_1 Q_1 + a_2 Q_2 + ...
@@ -139,22 +164,23 @@ def round_rows(x, R, n, first, count, top, levels, down, middle, Q, a, b):
 def round_terms(terms, signed, bits, x, R, heads, n, first, count, rows, Q, a, b):
     """`round_rows` for each term: Q (terms, heads, n), a (terms, heads). rows.top: the
     largest |x| of each row."""
-    middle = np.float32((2**bits - 1) / 2)
+    middle, zero = middle_code(bits), np.float32(0)
     if signed:
-        levels, down, part = np.float32(127), np.float32(0), np.float32(0.5)
+        levels, down, part = np.float32(127), zero, np.float32(0.5)
     else:
         levels, down, part = np.float32(255), np.float32(0.5), np.float32(1)
         middle -= np.float32(128 if bits == 8 else 0)  # these codes are code - 128
-    top = floats(rows.top, FIRST, R)
+    top, ahead = floats(rows.top, FIRST, R), rows.ahead
     for term in range(terms):
         to, step, last = Q + term * heads * n, a + 4 * term * heads, term == terms - 1
-        zero = np.float32(0)
-        lower, pay_back = (zero, middle) if last else (down, zero)
+        less = zero if last else down
         round_rows(
-            x, R, n, first, count, rows.top, levels, lower, pay_back, to, step, b
+            x, R, n, first, count, rows.top, levels, less, middle, to, step, b, ahead
         )
-        for h in range(R):
-            top[h] = floats(step, h, ONE)[0] * part  # the largest rest
+        if not last:
+            leave_rest(x, R, n, first, count, signed, to, step)
+            for h in range(R):
+                top[h] = floats(step, h, ONE)[0] * part  # the largest rest
 
 
 # --- rows times codes -----------------------------------------------------------------
@@ -168,7 +194,7 @@ def _multiply(by_numbers, by_bytes):
     """The loop over panels, around the intrinsics of one side."""
 
     @njit(**{**INNER, "cache": False})  # a part of what `attend_tasks` caches
-    def multiply(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m):
+    def multiply(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m, ahead):
         width = 4 if numbers else 1
         pair = panels % 2 == 0 and not (numbers and heads > 1)
         for i in range(0, panels, 2 if pair else 1):
@@ -177,21 +203,27 @@ def _multiply(by_numbers, by_bytes):
                 four, to = row + width * h * n, o + 4 * h * m
                 s, c = a + 4 * h, b + 4 * h
                 if numbers and heads > 1:
-                    by_numbers(4, 1, bits, count, line, four, n, s, c, to, m)
+                    by_numbers(4, 1, bits, count, line, four, n, s, c, to, m, ahead)
                 elif numbers:
-                    by_numbers(1, 2, bits, count, line, four, n, s, c, to, m)
+                    by_numbers(1, 2, bits, count, line, four, n, s, c, to, m, ahead)
                 elif heads == 1:
-                    by_bytes(1, 2, bits, count, line, four, n, s, c, to, m)
+                    by_bytes(1, 2, bits, count, line, four, n, s, c, to, m, ahead)
                 elif pair:
-                    by_bytes(4, 2, bits, count, line, four, n, s, c, to, m)
+                    by_bytes(4, 2, bits, count, line, four, n, s, c, to, m, ahead)
                 else:
-                    by_bytes(4, 1, bits, count, line, four, n, s, c, to, m)
+                    by_bytes(4, 1, bits, count, line, four, n, s, c, to, m, ahead)
 
     return multiply
 
 
 multiply_keys = _multiply(key_numbers, key_bytes)
 multiply_values = _multiply(value_numbers, value_bytes)
+
+
+@njit(**INNER)
+def words_of(side, n, block, D):
+    """Where a block of KV head n begins."""
+    return side.words + 16 * D * side.bits * (n * side.blocks + block)
 
 
 # --- scores ---------------------------------------------------------------------------
@@ -201,8 +233,8 @@ def fold_query(shape, q, keys, g, first, count, rows):
     on, and the bytes of these."""
     R, heads, D, terms = shape
     a, b = rows.a + 8 * g * heads, rows.b + 4 * g * heads
-    offset, x, s, z = np.float32(keys.offset), rows.x, rows.s, rows.z
-    fold(q, R, D, first, count, s, z, offset, x, b, rows.top)
+    x = rows.x
+    fold(q, R, D, first, count, rows.s, rows.z, x, b, rows.top, rows.ahead)
     round_terms(
         terms, True, keys.bits, x, R, heads, D, first, count, rows, rows.Q, a, b
     )
@@ -216,13 +248,13 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
     a, b, bits = rows.a + 8 * g * heads, rows.b + 4 * g * heads, keys.bits
     if terms == 0:
         x, a = rows.x + 4 * first, rows.one
-        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT)
+        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead)
         return
     Q = rows.Q + first
-    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT)
+    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead)
     if terms == 2:
         Q, a, b, more = Q + heads * D, a + 4 * heads, rows.none, rows.U
-        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT)
+        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT, rows.ahead)
         for h in range(R):
             line = floats(out, h * UNIT, LANES * panels)
             rest = floats(more, h * UNIT, LANES * panels)
@@ -234,18 +266,16 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
 def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
     """S (R, 128) of a block. folded: the group of tokens whose scales the queries have;
     returns it."""
-    D, count = shape.D, shape.D * keys.bits // 32
+    D, count, center = shape.D, shape.D * keys.bits // 32, center_of(keys, shape.terms)
     lanes = min(keys.group, UNIT)
     for t in range(0, valid, lanes):
         group = (block * UNIT + t) // keys.group
         if group != folded:
             at, zero_at = n * keys.groups + group, n * keys.zero_groups + group
-            read_halves(keys.scale, at * D, ONE, D, D, rows.s)
-            read_halves(keys.zero, zero_at * D, ONE, D * keys.has_zero, D, rows.z)
+            read_scales(keys, at * D, zero_at * D, ONE, D, D, center, rows)
             fold_query(shape, q, keys, FIRST, FIRST, D, rows)
             folded = group
-        at = (n * keys.blocks + block) * PANELS + t // LANES
-        codes = keys.words + 128 * at * count
+        codes = words_of(keys, n, block, D) + 128 * (t // LANES) * count
         panels, out = lanes // LANES, rows.S + 4 * t
         times_keys(shape, keys, FIRST, FIRST, codes, panels, count, rows, out)
     return folded
@@ -265,14 +295,14 @@ def scores_per_token(shape, keys, n, block, valid, rows):
         c = g * keys.group
         count = min(keys.group, D - c) // fields
         for panel in range(PANELS):
-            at = (n * keys.blocks + block) * PANELS + panel
-            codes = keys.words + 128 * (at * (D // fields) + c // fields)
+            row = panel * (D // fields) + c // fields
+            codes = words_of(keys, n, block, D) + 128 * row
             out = rows.T + 4 * LANES * panel
             times_keys(shape, keys, g, c, codes, ONE, count, rows, out)
         at, zero_at = n * keys.groups, n * keys.zero_groups
         at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
-        read_halves(keys.scale, at + g, groups, valid, UNIT, rows.s)
-        read_halves(keys.zero, zero_at + g, groups, valid * keys.has_zero, UNIT, rows.z)
+        zero = np.float32(0)
+        read_scales(keys, at + g, zero_at + g, groups, valid, UNIT, zero, rows)
         for h in range(R):
             S, T = floats(rows.S, h * UNIT, UNIT), floats(rows.T, h * UNIT, UNIT)
             sum_q = floats(rows.sum_q, g * heads + h, ONE)[0]
@@ -284,10 +314,10 @@ def scores_per_token(shape, keys, n, block, valid, rows):
 def fold_nothing(shape, q, keys, rows):
     """For scales per token: the queries and their bytes once for all, by groups of
     channels, and sum_d q_d of each."""
-    R, heads, D, _ = shape
-    s, z = floats(rows.s, 0, D), floats(rows.z, 0, D)
+    R, heads, D, terms = shape
+    s, z = floats(rows.s, FIRST, D), floats(rows.z, FIRST, D)
     for d in range(D):
-        s[d], z[d] = np.float32(1), np.float32(0)
+        s[d], z[d] = np.float32(1), center_of(keys, terms)
     for g in range(-(-D // keys.group)):
         c = g * keys.group
         count = min(keys.group, D - c)
@@ -309,6 +339,7 @@ def softmax_step(R, D, valid, softcap, rows):
     wide_vectors()
     m, l = floats(rows.m, 0, R), floats(rows.l, 0, R)  # noqa: E741
     for h in range(R):
+        ask(rows.ahead)
         S = floats(rows.S, h * UNIT, UNIT)
         if softcap > 0:
             for t in range(valid):
@@ -317,18 +348,14 @@ def softmax_step(R, D, valid, softcap, rows):
             S[t] = NOTHING
         top = larger(m[h], largest_of_128(rows.S + 4 * h * UNIT))
         if top > m[h]:
-            shrink = exp2(m[h] - top)
+            shrink = np.exp2(m[h] - top)
             m[h] = top
             l[h] *= shrink
             o = floats(rows.o, h * D, D)
             for d in range(D):
                 o[d] *= shrink
-        total = np.float32(0)
-        for t in range(UNIT):
-            p = exp2(S[t] - top)
-            S[t] = p
-            total += p
-        for t in range(valid, UNIT):  # of which each has added 2^-126
+        total = exp2_of_128(rows.S + 4 * h * UNIT, top)
+        for t in range(valid, UNIT):  # of which each has added 2^-125
             S[t] = np.float32(0)
         l[h] += total
 
@@ -340,24 +367,21 @@ def add_values(shape, values, n, block, valid, rows):
     R, heads, D, terms = shape
     bits, groups = values.bits, -(-D // values.group)
     count = UNIT * bits // 32
-    start = values.words + 128 * (n * values.blocks + block) * (D // LANES) * count
-    s, z, w, P, top = rows.s, rows.z, rows.w, rows.P, rows.top
+    start = words_of(values, n, block, D)
+    w, P, top = rows.w, rows.P, rows.top
     a, b, one, none = rows.a_v, rows.b_v, rows.one, rows.none
-    offset = np.float32(values.offset)
-    if terms and bits == 8:
-        offset -= np.float32(128)  # bytes meet code - 128
+    center = center_of(values, terms)
     for g in range(groups):
         c = g * values.group
         panels, out = min(values.group, D - c) // LANES, rows.o + 4 * c
         codes = start + 128 * (c // LANES) * count
         at, zero_at = n * values.groups, n * values.zero_groups
         at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
-        read_halves(values.scale, at + g, groups, valid, UNIT, s)
-        read_halves(values.zero, zero_at + g, groups, valid * values.has_zero, UNIT, z)
-        fold(rows.S, R, UNIT, FIRST, UNIT, s, z, offset, w, b, top)
+        read_scales(values, at + g, zero_at + g, groups, valid, UNIT, center, rows)
+        fold(rows.S, R, UNIT, FIRST, UNIT, rows.s, rows.z, w, b, top, rows.ahead)
         if terms == 0:
             multiply_values(
-                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D
+                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D, rows.ahead
             )
         round_terms(terms, False, bits, w, R, heads, UNIT, FIRST, UNIT, rows, P, a, b)
         for term in range(terms):
@@ -376,6 +400,7 @@ def add_values(shape, values, n, block, valid, rows):
                 constant,
                 out,
                 D,
+                rows.ahead,
             )
 
 
@@ -404,13 +429,35 @@ def attend_exact(shape, q, n, exact, softcap, rows):
 
 # --- a task: one split of one KV head -------------------------------------------------
 @njit(**ONCE)
+def lines_to_ask_for(shape, keys, values):
+    """By each `ask`, so that all lines of a block are asked for while the block before
+    it is computed: half of them in the loops over codes (all, where these take one
+    panel at a time), the others wherever a row is folded, rounded, or exponentiated.
+
+    A core waits for some 16 lines at once. Asked for in a burst, the others would keep
+    it from computing; asked for by the loops over codes alone, memory would rest while
+    rows are folded.
+    """
+    R, heads, D, terms = shape
+    if terms == 0 and heads > 1:
+        return ZERO
+    folds = UNIT // min(keys.group, UNIT) if keys.per_channel else 0
+    folds += -(-D // values.group)
+    rows = R * (folds * (1 + terms) + 1)
+    return -(-D * max(keys.bits, values.bits) // (8 * rows))
+
+
+@njit(**ONCE)
 def attend_split(n, first, last, shape, q, tokens, keys, values, softcap, rows):
     """The blocks first .. last - 1 of KV head n, into the state in `rows`."""
-    folded = -ONE
+    folded, ahead = -ONE, integers(rows.ahead, FIRST, np.int64(3))
+    ahead[2] = lines_to_ask_for(shape, keys, values)
     if not keys.per_channel:
         fold_nothing(shape, q, keys, rows)
     for block in range(first, last):
         valid = min(UNIT, tokens - block * UNIT)
+        ahead[0] = words_of(keys, n, block + 1, shape.D)
+        ahead[1] = words_of(values, n, block + 1, shape.D)
         if keys.per_channel:
             folded = scores_per_channel(shape, q, keys, n, block, valid, folded, rows)
         else:
@@ -436,10 +483,11 @@ def rows_in(shape, groups, memory, space):
     top, one, none = a_v + 20 * heads, a_v + 24 * heads, a_v + 28 * heads
     s = a_v + 32 * heads
     z = s + 4 * n
-    Q = address(space)
+    ahead = address(space)
+    Q = ahead + 64
     P = Q + max(terms, 1) * heads * D
     return Rows(
-        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P
+        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P, ahead
     )
 
 
@@ -480,7 +528,7 @@ def attend_tasks(
     groups = 1 if k.per_channel else -(-D // k.group)
     sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 8) * heads
     memory = np.empty(sizes + 2 * max(D, UNIT), np.float32)
-    space = np.empty(max(terms, 1) * heads * (D + UNIT), np.int8)
+    space = np.empty(max(terms, 1) * heads * (D + UNIT) + 64, np.int8)
     rows = rows_in(shape, groups, memory, space)
     m, l, o = (  # noqa: E741
         floats(rows.m, FIRST, R),
@@ -535,11 +583,11 @@ def merge(m, l, o, sinks, out):  # noqa: E741
                 top = larger(top, m[n, i, h])
             total = np.float32(0)
             if has_sink:
-                total = exp2(sinks[n, h] - top)
+                total = np.exp2(sinks[n, h] - top)
             for d in range(D):
                 out[n, h, d] = np.float32(0)
             for i in range(m.shape[1]):
-                weight = exp2(m[n, i, h] - top)
+                weight = np.exp2(m[n, i, h] - top)
                 total += weight * l[n, i, h]
                 for d in range(D):
                     out[n, h, d] += weight * o[n, i, h, d]

@@ -24,12 +24,11 @@ from numba.np.arrayobj import populate_array
 from numpy import float32
 
 LANES = 16
-AHEAD = 4096  # bytes
+LINE = 64  # bytes that memory gives at once
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
-NO_NUMBERS = ir.Constant(FLOATS, [0.0] * LANES)
 
 
 @lru_cache
@@ -82,9 +81,9 @@ def _row_intrinsic(dtype):
     return row
 
 
-floats, words, halves, codes_of, signed_bytes = map(
+floats, words, halves, codes_of, signed_bytes, integers = map(
     _row_intrinsic,
-    (types.float32, types.uint32, types.uint16, types.uint8, types.int8),
+    (types.float32, types.uint32, types.uint16, types.uint8, types.int8, types.int64),
 )
 
 
@@ -122,16 +121,6 @@ def float_to_half(typing, x):
 
 
 @intrinsic
-def round_even(typing, x):
-    """The nearest integer, half to even, as float32; unlike `round` it vectorizes."""
-
-    def codegen(context, b, signature, args):
-        return b.call(b.module.declare_intrinsic("llvm.rint", [F32]), args)
-
-    return types.float32(types.float32), codegen
-
-
-@intrinsic
 def prefetch(typing, memory):
     """Ask for the bytes at an address, which are wanted soon."""
 
@@ -140,6 +129,29 @@ def prefetch(typing, memory):
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
+
+
+@intrinsic
+def ask(typing, ahead):
+    """Ask for the next bytes of two streams.
+
+    ahead : address of three int64: an address in each stream, which moves on, and how
+    many lines of memory to ask for at both.
+    """
+
+    def codegen(context, b, signature, args):
+        _ask(b, args[0], _load(b, args[0], 16, I64))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+def _ask(b, ahead, lines):
+    for cell in (_pointer(b, ahead, 0, I64), _pointer(b, ahead, 8, I64)):
+        place = b.load(cell)
+        with cgutils.for_range(b, lines) as loop:
+            _prefetch(b, b.add(place, b.mul(loop.index, I64(LINE))))
+        b.store(b.add(place, b.mul(lines, I64(LINE))), cell)
 
 
 @intrinsic
@@ -169,8 +181,7 @@ def larger(typing, a, b):
     """max(a, b) without a branch: a loop with the builtin `max` does not vectorize."""
 
     def codegen(context, builder, signature, args):
-        greater = builder.fcmp_ordered(">", *args, flags=["fast"])
-        return builder.select(greater, *args, flags=["fast"])
+        return _larger(builder, *args)
 
     return types.float32(types.float32, types.float32), codegen
 
@@ -183,45 +194,103 @@ def largest_of_128(typing, row):
     def codegen(context, b, signature, args):
         vectors = [_load(b, args[0], 64 * i, FLOATS) for i in range(128 // LANES)]
         while len(vectors) > 1:
-            x, y = vectors.pop(), vectors.pop()
-            greater = b.fcmp_ordered(">", x, y, flags=["fast"])
-            vectors.insert(0, b.select(greater, x, y, flags=["fast"]))
-        kind = ir.FunctionType(F32, [FLOATS])
-        name = "llvm.vector.reduce.fmax.v16f32"
-        return b.call(cgutils.get_or_insert_function(b.module, kind, name), vectors)
+            vectors.insert(0, _larger(b, vectors.pop(), vectors.pop()))
+        return _reduced(b, "fmax", vectors[0])
 
     return types.float32(types.intp), codegen
 
 
-@intrinsic
-def power_of_two(typing, n):
-    """2^n of a whole float32 n, -126..127: n + 127 is the exponent of the number.
+#     2^x = 2^n 2^f,    n = round(x),    |f| <= 1/2
+POLYNOMIAL = 1.3276471e-3, 9.6755419e-3, 5.5507131e-2, 0.24022120, 0.69314694, 1.0000001
+WHOLE = 1.5 * 2**23  # a number of this size has no fraction: to add it is to round
 
-    Numba's own operators would compute in 64 bits, and half as many at once.
-    """
+
+@intrinsic
+def exp2_of_128(typing, row, top):
+    """sum_t 2^(x_t - top) of 128 float32 x_t <= top from an address on, each of which
+    is replaced by its power; 2^-125 for smaller ones. Relative error 2e-7."""
 
     def codegen(context, b, signature, args):
-        exponent = b.add(b.fptosi(args[0], I32), I32(127))
-        return b.bitcast(b.shl(exponent, I32(23)), F32)
+        row, top = args[0], _splat(b, args[1])
+        powers = []
+        for i in range(128 // LANES):
+            powers.append(_exp2(b, b.fsub(_load(b, row, 64 * i, FLOATS), top)))
+            b.store(powers[i], _pointer(b, row, 64 * i, FLOATS)).align = 4
+        while len(powers) > 1:
+            x, y = powers.pop(), powers.pop()
+            powers.insert(0, b.fadd(x, y, flags=["fast"]))
+        return _reduced(b, "fadd", powers[0])
 
-    return types.float32(types.float32), codegen
+    return types.float32(types.intp, types.float32), codegen
 
 
-# 2^x = 2^n 2^f,  n = round(x), |f| <= 1/2,  2^f by its Taylor polynomial of degree 6
-@njit(inline="always", fastmath=True)
-def exp2(x):
-    """2^x of float32 x <= 0; 2^-126 for smaller ones. Relative error 2e-7."""
-    x = larger(x, float32(-126))
-    n = round_even(x)
-    f = x - n
-    p = float32(1.5403530e-4)
-    p = p * f + float32(1.33335581e-3)
-    p = p * f + float32(9.61812910e-3)
-    p = p * f + float32(5.55041087e-2)
-    p = p * f + float32(2.40226507e-1)
-    p = p * f + float32(6.93147181e-1)
-    p = p * f + float32(1)
-    return power_of_two(n) * p
+def _exp2(b, x):
+    """Of a vector. 2^f by a polynomial of degree 5; n is added to its exponent."""
+    x = _larger(b, x, _numbers(-125))
+    n = b.bitcast(b.fadd(x, _numbers(WHOLE)), WORDS)
+    # Of integers: a compiler that may reorder sums would find x + WHOLE - WHOLE = x.
+    n = b.sub(n, b.bitcast(_numbers(WHOLE), WORDS))
+    f = b.fsub(x, b.sitofp(n, FLOATS))
+    p = _numbers(POLYNOMIAL[0])
+    for c in POLYNOMIAL[1:]:
+        p = _fma(b, p, f, _numbers(c))
+    exponent = b.shl(n, _words(23))
+    return b.bitcast(b.add(b.bitcast(p, WORDS), exponent), FLOATS)
+
+
+# --- rows to bytes --------------------------------------------------------------------
+# Rows of a multiple of 32 numbers, given by addresses; two vectors at a time.
+@intrinsic
+def fold_row(typing, row, s, z, count, x):
+    """(sum_i row_i z_i, max_i |x_i|) of x_i = row_i s_i, i < count, which is written."""
+
+    def codegen(context, b, signature, args):
+        row, s, z, count, x = args
+        sums, tops = ([_cell(b, _numbers(0)) for _ in range(2)] for _ in range(2))
+        with cgutils.for_range(b, b.sdiv(count, I64(32))) as loop:
+            at = b.mul(loop.index, I64(128))
+            for half, (total, top) in enumerate(zip(sums, tops, strict=True)):
+                numbers, scales, zeros = (
+                    _load(b, b.add(a, at), 64 * half, FLOATS) for a in (row, s, z)
+                )
+                product = b.fmul(numbers, scales)
+                b.store(product, _pointer(b, b.add(x, at), 64 * half, FLOATS)).align = 4
+                more = b.fmul(numbers, zeros, flags=["fast"])
+                b.store(b.fadd(b.load(total), more, flags=["fast"]), total)
+                size = _call(b, "llvm.fabs", product)
+                b.store(_larger(b, b.load(top), size), top)
+        total = b.fadd(*map(b.load, sums), flags=["fast"])
+        top = _larger(b, *map(b.load, tops))
+        pair = _reduced(b, "fadd", total), _reduced(b, "fmax", top)
+        return context.make_tuple(b, signature.return_type, pair)
+
+    return types.UniTuple(types.float32, 2)(*[types.intp] * 5), codegen
+
+
+@intrinsic
+def round_row(typing, x, count, inverse, down, Q):
+    """sum_i Q_i, i < count, of Q_i = round(x_i inverse - down), half to even, which is
+    written as a byte: the low bits of WHOLE + Q_i."""
+
+    def codegen(context, b, signature, args):
+        x, count, inverse, down, Q = args
+        inverse, down = _splat(b, inverse), _splat(b, b.fneg(down))
+        sums = [_cell(b, _words(0)) for _ in range(2)]
+        with cgutils.for_range(b, b.sdiv(count, I64(32))) as loop:
+            for half, total in enumerate(sums):
+                i = b.add(b.mul(loop.index, I64(32)), I64(LANES * half))
+                numbers = _load(b, b.add(x, b.mul(i, I64(4))), 0, FLOATS)
+                whole = b.fadd(_fma(b, numbers, inverse, down), _numbers(WHOLE))
+                whole = b.bitcast(whole, WORDS)
+                b.store(b.add(b.load(total), whole), total)
+                narrow = b.trunc(whole, ir.VectorType(I8, LANES))
+                b.store(narrow, _pointer(b, b.add(Q, i), 0, narrow.type)).align = 1
+        total = _reduced(b, "add", b.add(*map(b.load, sums)))
+        more = b.mul(b.trunc(count, I32), b.bitcast(F32(WHOLE), I32))
+        return b.sitofp(b.sub(total, more), F32)
+
+    numbers = types.float32, types.float32
+    return types.float32(types.intp, types.intp, *numbers, types.intp), codegen
 
 
 # --- rows times codes -----------------------------------------------------------------
@@ -233,22 +302,22 @@ def _rows_times_codes(kind, accumulate):
 
     @intrinsic(prefer_literal=True)
     def multiply(
-        typing, heads, panels, bits, rows, codes, row, n, scale, constant, out, m
+        typing, heads, panels, bits, rows, codes, row, n, scale, constant, out, m, ahead
     ):
         """`heads` rows of n numbers times the codes of consecutive panels.
 
         bits : of a code. codes : address of words uint32 (panels, rows, 32). row :
         address of float32 or bytes (heads, n), of which the first 32 / bits * rows are
         used. scale, constant : addresses of float32 (heads,). out : of (heads, m), of
-        which the first 32 * panels are written, or added to.
+        which the first 32 * panels are written, or added to. ahead : see `ask`.
         """
         H, V = heads.literal_value, 2 * panels.literal_value
 
         def codegen(context, b, signature, args):
-            bits, rows, codes, row, n, scale, constant, out, m = args[2:]
+            bits, rows, codes, row, n, scale, constant, out, m, ahead = args[2:]
             add = {"numbers": _add_numbers, "bytes": _add_bytes}[kind]
-            zero = NO_NUMBERS if kind == "numbers" else _words(0)
-            geometry = bits, rows, codes, row, n
+            zero = _numbers(0) if kind == "numbers" else _words(0)
+            geometry = bits, rows, codes, row, n, ahead
             total = _sums(b, H, V, zero, add, accumulate, *geometry)
             for h in range(H):
                 s, c = (_splat(b, _load(b, a, 4 * h, F32)) for a in (scale, constant))
@@ -262,7 +331,7 @@ def _rows_times_codes(kind, accumulate):
                     b.store(x, _pointer(b, line, 64 * v, FLOATS)).align = 4
             return context.get_dummy_value()
 
-        return types.void(heads, panels, *[types.intp] * 9), codegen
+        return types.void(heads, panels, *[types.intp] * 10), codegen
 
     return multiply
 
@@ -273,59 +342,58 @@ key_bytes = _rows_times_codes("bytes", accumulate=False)
 value_bytes = _rows_times_codes("bytes", accumulate=True)
 
 
-def _sums(b, H, V, zero, add, values, bits, rows, codes, row, n):
+def _sums(b, H, V, zero, add, values, bits, *geometry):
     """H x V vectors of sums: every code times the number of its row."""
-    total = [[cgutils.alloca_once_value(b, zero) for _ in range(V)] for _ in range(H)]
-    for cell in (cell for vectors in total for cell in vectors):
-        b.store(zero, cell)
-    planes = b.sdiv(I64(8), bits)
+    total = [[_cell(b, zero) for _ in range(V)] for _ in range(H)]
+    for width in (8, 4, 2):  # a loop for each: shifts by constants cost half
+        with b.if_then(b.icmp_signed("==", bits, I64(width))):
+            _sum(b, total, add, values, width, *geometry)
+    return total
+
+
+def _sum(b, total, add, values, bits, rows, codes, row, n, ahead):
+    V, planes = len(total[0]), 8 // bits
     with cgutils.for_range(b, rows) as outer:
         start, panel = b.add(codes, b.mul(outer.index, I64(128))), b.mul(rows, I64(128))
         words = [
             _load(b, b.add(start, b.mul(panel, I64(v // 2))), 64 * (v % 2), WORDS)
             for v in range(V)
         ]
-        for v in range(V):  # the row that is wanted soon: memory is slower than this
-            place = b.add(start, b.mul(panel, I64(v // 2)))
-            _prefetch(b, b.add(place, I64(64 * (v % 2) + AHEAD)))
-        with cgutils.for_range(b, planes) as inner:
-            shift = b.trunc(b.mul(inner.index, bits), I32)
-            i = b.add(b.mul(outer.index, planes), inner.index)
-            add(b, total, words, shift, bits, row, b.mul(i, I64(4)), n, values)
-    return total
+        _ask(b, ahead, I64(1))
+        i = b.mul(outer.index, I64(4 * planes))
+        for plane in range(planes):
+            add(b, total, words, plane, bits, row, i, n, values)
 
 
-def _add_numbers(b, total, words, shift, bits, row, i, n, values):
+def _add_numbers(b, total, words, plane, bits, row, i, n, values):
     """total + the four codes of a plane times four numbers of each row."""
-    mask = _splat(b, _ones(b, bits))
-    if values:  # from code - 128 back to the code
-        is_byte = b.icmp_signed("==", bits, I64(8))
-        sign = _splat(b, b.select(is_byte, I32(0x80808080 - 2**32), I32(0)))
-        words = [b.xor(w, sign) for w in words]
+    if values and bits == 8:  # from code - 128 back to the code
+        words = [b.xor(w, _words(0x80808080 - 2**32)) for w in words]
     for byte in range(4):
-        by = _splat(b, b.add(shift, I32(8 * byte)))
-        codes = [b.sitofp(b.and_(b.lshr(w, by), mask), FLOATS) for w in words]
+        by = _words(8 * byte + bits * plane)
+        fields = [b.and_(b.lshr(w, by), _words(2**bits - 1)) for w in words]
+        codes = [b.sitofp(field, FLOATS) for field in fields]
         for h, cells in enumerate(total):
             at = b.add(row, b.mul(b.add(b.mul(n, I64(h)), i), I64(4)))
-            x = _splat(b, _load(b, at, 4 * byte, F32))
+            x = _splat(b, _load(b, at, 16 * plane + 4 * byte, F32))
             for cell, code in zip(cells, codes, strict=True):
                 product = b.fmul(x, code, flags=["fast"])
                 b.store(b.fadd(b.load(cell), product, flags=["fast"]), cell)
 
 
-def _add_bytes(b, total, words, shift, bits, row, i, n, values):
+def _add_bytes(b, total, words, plane, bits, row, i, n, values):
     """The same for rows of bytes, four products at once.
 
     The instruction takes an unsigned and a signed factor. Keys are unsigned, and the
     query signed; values are signed, and the weights unsigned.
     """
-    mask = _splat(b, b.mul(_ones(b, bits), I32(0x01010101)))
-    planes = [b.and_(b.lshr(w, _splat(b, shift)), mask) for w in words]
+    mask = _words((2**bits - 1) * 0x01010101)
+    planes = [b.and_(b.lshr(w, _words(bits * plane)), mask) for w in words]
     for h, cells in enumerate(total):
         at = b.add(row, b.add(b.mul(n, I64(h)), i))
-        four = _splat(b, _load(b, at, 0, I32))
-        for cell, plane in zip(cells, planes, strict=True):
-            factors = (four, plane) if values else (plane, four)
+        four = _splat(b, _load(b, at, 4 * plane, I32))
+        for cell, codes in zip(cells, planes, strict=True):
+            factors = (four, codes) if values else (codes, four)
             b.store(_dot(b, b.load(cell), *factors), cell)
 
 
@@ -341,11 +409,6 @@ def _dot(b, total, unsigned, signed):
     return b.call(dot, [total, b.bitcast(unsigned, kind), b.bitcast(signed, kind)])
 
 
-def _ones(b, bits):
-    """2^bits - 1"""
-    return b.sub(b.shl(I32(1), b.trunc(bits, I32)), I32(1))
-
-
 def _prefetch(b, place):
     pointer = ir.PointerType(I8)
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
@@ -353,8 +416,47 @@ def _prefetch(b, place):
     b.call(ask, [b.inttoptr(place, pointer), I32(0), I32(3), I32(1)])
 
 
+def _call(b, name, *vectors):
+    """An intrinsic of LLVM for vectors of numbers."""
+    kind = ir.FunctionType(FLOATS, [FLOATS] * len(vectors))
+    return b.call(
+        cgutils.get_or_insert_function(b.module, kind, f"{name}.v16f32"), vectors
+    )
+
+
+def _fma(b, x, y, z):
+    return _call(b, "llvm.fma", x, y, z)
+
+
+def _larger(b, x, y):
+    greater = b.fcmp_ordered(">", x, y, flags=["fast"])
+    return b.select(greater, x, y, flags=["fast"])
+
+
+def _reduced(b, by, vector):
+    """A vector's lanes added, or the largest of them."""
+    kind = vector.type.element
+    name = f"llvm.vector.reduce.{by}.v16{'i32' if kind == I32 else 'f32'}"
+    arguments = [F32(-0.0), vector] if by == "fadd" else [vector]
+    signature = ir.FunctionType(kind, [a.type for a in arguments])
+    reduce = cgutils.get_or_insert_function(b.module, signature, name)
+    flags = () if kind == I32 else ["fast"]
+    return b.call(reduce, arguments, fastmath=flags)
+
+
 def _words(value):
     return ir.Constant(WORDS, [value] * LANES)
+
+
+def _numbers(value):
+    return ir.Constant(FLOATS, [float(value)] * LANES)
+
+
+def _cell(b, value):
+    """A variable; LLVM makes registers of them."""
+    cell = cgutils.alloca_once(b, value.type)
+    b.store(value, cell)
+    return cell
 
 
 def _pointer(b, base, offset, kind):
