@@ -25,6 +25,7 @@ import numpy as np
 from numba import njit
 
 from kvq.kernels.cpu.simd import (
+    LINE,
     address,
     ask,
     exp2_of_128,
@@ -36,8 +37,10 @@ from kvq.kernels.cpu.simd import (
     key_bytes,
     key_numbers,
     larger,
+    prefetch,
     largest_of_128,
     round_row,
+    scale_row,
     signed_bytes,
     value_bytes,
     value_numbers,
@@ -49,7 +52,6 @@ from kvq.kernels.cpu.simd import (
 UNIT, LANES = np.int64(128), np.int64(32)  # tokens of a block; lanes of a panel
 PANELS = UNIT // LANES  # of keys, in a block
 FIRST, ONE = np.int64(0), np.int64(1)
-ZERO = FIRST
 NOTHING = np.float32(-1e30)  # the maximum of no scores
 OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
 # For what only compiled code calls: without it each takes half as long to compile.
@@ -76,35 +78,34 @@ Shape = namedtuple("Shape", "R heads D terms")
 # channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
 # the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
 # group.
-Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead")
+Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v")
 
 
 # --- scales into queries, or into weights ---------------------------------------------
-@njit(**INNER)
-def read_halves(source, start, step, count, n, out):
-    """out[i] = the binary16 number start + i step of `source`, i < count; 0 up to n."""
-    wide_vectors()
-    numbers, row = halves(source, start, (count - 1) * step + 1), floats(out, 0, n)
-    if step == 1:
-        for i in range(count):
-            row[i] = half_to_float(numbers[i])
-    else:
-        for i in range(count):
-            row[i] = half_to_float(numbers[i * step])
-    for i in range(count, n):
-        row[i] = np.float32(0)
-
-
 #     z_i + center s_i,    center = middle - offset for integers, which meet u - middle
 @njit(**INNER)
 def read_scales(side, at, zero_at, step, count, n, center, rows):
-    """rows.s and rows.z: n scales and zeros, as `read_halves` reads them."""
+    """rows.s and rows.z: numbers at, at + step, ... of scales, and of zeros; n of them,
+    those from `count` on 0. As many behind them are wanted next, and asked for."""
+    scale, zero = side.scale + 2 * at, side.zero + 2 * zero_at
+    for line in range(2 * n * step, 4 * n * step, LINE):
+        prefetch(scale + line)
+        prefetch(zero + line)
+    if not side.has_zero:
+        zero = scale  # any numbers, times 0
+    has_zero = np.float32(side.has_zero)
+    if step == 1 and count == n:
+        scale_row(scale, zero, has_zero, center, count, rows.s, rows.z)
+        return
     wide_vectors()
-    read_halves(side.scale, at, step, count, n, rows.s)
-    read_halves(side.zero, zero_at, step, count * side.has_zero, n, rows.z)
     s, z = floats(rows.s, FIRST, n), floats(rows.z, FIRST, n)
-    for i in range(n):
-        z[i] += center * s[i]
+    size = (count - 1) * step + 1
+    scales, zeros = halves(scale, FIRST, size), halves(zero, FIRST, size)
+    for i in range(count):
+        s[i] = half_to_float(scales[i * step])
+        z[i] = has_zero * half_to_float(zeros[i * step]) + center * s[i]
+    for i in range(count, n):
+        s[i], z[i] = np.float32(0), np.float32(0)
 
 
 @njit(**INNER)
@@ -170,12 +171,12 @@ def round_terms(terms, signed, bits, x, R, heads, n, first, count, rows, Q, a, b
     else:
         levels, down, part = np.float32(255), np.float32(0.5), np.float32(1)
         middle -= np.float32(128 if bits == 8 else 0)  # these codes are code - 128
-    top, ahead = floats(rows.top, FIRST, R), rows.ahead
+    top, more = floats(rows.top, FIRST, R), rows.ahead_v
     for term in range(terms):
         to, step, last = Q + term * heads * n, a + 4 * term * heads, term == terms - 1
         less = zero if last else down
         round_rows(
-            x, R, n, first, count, rows.top, levels, less, middle, to, step, b, ahead
+            x, R, n, first, count, rows.top, levels, less, middle, to, step, b, more
         )
         if not last:
             leave_rest(x, R, n, first, count, signed, to, step)
@@ -234,7 +235,7 @@ def fold_query(shape, q, keys, g, first, count, rows):
     R, heads, D, terms = shape
     a, b = rows.a + 8 * g * heads, rows.b + 4 * g * heads
     x = rows.x
-    fold(q, R, D, first, count, rows.s, rows.z, x, b, rows.top, rows.ahead)
+    fold(q, R, D, first, count, rows.s, rows.z, x, b, rows.top, rows.ahead_k)
     round_terms(
         terms, True, keys.bits, x, R, heads, D, first, count, rows, rows.Q, a, b
     )
@@ -248,13 +249,13 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
     a, b, bits = rows.a + 8 * g * heads, rows.b + 4 * g * heads, keys.bits
     if terms == 0:
         x, a = rows.x + 4 * first, rows.one
-        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead)
+        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k)
         return
     Q = rows.Q + first
-    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead)
+    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k)
     if terms == 2:
         Q, a, b, more = Q + heads * D, a + 4 * heads, rows.none, rows.U
-        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT, rows.ahead)
+        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT, rows.ahead_k)
         for h in range(R):
             line = floats(out, h * UNIT, LANES * panels)
             rest = floats(more, h * UNIT, LANES * panels)
@@ -339,7 +340,8 @@ def softmax_step(R, D, valid, softcap, rows):
     wide_vectors()
     m, l = floats(rows.m, 0, R), floats(rows.l, 0, R)  # noqa: E741
     for h in range(R):
-        ask(rows.ahead)
+        ask(rows.ahead_k)
+        ask(rows.ahead_v)
         S = floats(rows.S, h * UNIT, UNIT)
         if softcap > 0:
             for t in range(valid):
@@ -378,10 +380,10 @@ def add_values(shape, values, n, block, valid, rows):
         at, zero_at = n * values.groups, n * values.zero_groups
         at, zero_at = (at + block * UNIT) * groups, (zero_at + block * UNIT) * groups
         read_scales(values, at + g, zero_at + g, groups, valid, UNIT, center, rows)
-        fold(rows.S, R, UNIT, FIRST, UNIT, rows.s, rows.z, w, b, top, rows.ahead)
+        fold(rows.S, R, UNIT, FIRST, UNIT, rows.s, rows.z, w, b, top, rows.ahead_k)
         if terms == 0:
             multiply_values(
-                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D, rows.ahead
+                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D, rows.ahead_v
             )
         round_terms(terms, False, bits, w, R, heads, UNIT, FIRST, UNIT, rows, P, a, b)
         for term in range(terms):
@@ -400,7 +402,7 @@ def add_values(shape, values, n, block, valid, rows):
                 constant,
                 out,
                 D,
-                rows.ahead,
+                rows.ahead_v,
             )
 
 
@@ -429,35 +431,41 @@ def attend_exact(shape, q, n, exact, softcap, rows):
 
 # --- a task: one split of one KV head -------------------------------------------------
 @njit(**ONCE)
-def lines_to_ask_for(shape, keys, values):
-    """By each `ask`, so that all lines of a block are asked for while the block before
-    it is computed: half of them in the loops over codes (all, where these take one
-    panel at a time), the others wherever a row is folded, rounded, or exponentiated.
+def folds_of(shape, keys, values):
+    """How often scales are folded into rows while a block is computed."""
+    of_keys = UNIT // min(keys.group, UNIT) if keys.per_channel else FIRST
+    return of_keys + -(-shape.D // values.group)
 
-    A core waits for some 16 lines at once. Asked for in a burst, the others would keep
-    it from computing; asked for by the loops over codes alone, memory would rest while
-    rows are folded.
+
+@njit(**INNER)
+def look_ahead(ahead, shape, side, n, block, folds):
+    """What `ask` asks for from now on: the words of a block, at two places each.
+
+    A core waits for some 16 lines of memory at a time, so it asks all the while that it
+    computes: in the loops over codes for half of the lines (for all, where these take
+    a panel at a time), and wherever a row is folded, rounded or exponentiated for a
+    share of the others. Several places, for memory gives more from several pages.
     """
-    R, heads, D, terms = shape
-    if terms == 0 and heads > 1:
-        return ZERO
-    folds = UNIT // min(keys.group, UNIT) if keys.per_channel else 0
-    folds += -(-D // values.group)
-    rows = R * (folds * (1 + terms) + 1)
-    return -(-D * max(keys.bits, values.bits) // (8 * rows))
+    half = 8 * shape.D * side.bits
+    place = integers(ahead, FIRST, np.int64(3))
+    place[0] = words_of(side, n, block, shape.D)
+    place[1] = place[0] + half
+    rows = shape.R * (folds + 1)
+    place[2] = (half // (2 * LINE) + rows - 1) // rows
+    if shape.terms == 0 and shape.heads > 1:
+        place[2] = 0
 
 
 @njit(**ONCE)
 def attend_split(n, first, last, shape, q, tokens, keys, values, softcap, rows):
     """The blocks first .. last - 1 of KV head n, into the state in `rows`."""
-    folded, ahead = -ONE, integers(rows.ahead, FIRST, np.int64(3))
-    ahead[2] = lines_to_ask_for(shape, keys, values)
+    folded, folds = -ONE, folds_of(shape, keys, values)
     if not keys.per_channel:
         fold_nothing(shape, q, keys, rows)
     for block in range(first, last):
         valid = min(UNIT, tokens - block * UNIT)
-        ahead[0] = words_of(keys, n, block + 1, shape.D)
-        ahead[1] = words_of(values, n, block + 1, shape.D)
+        look_ahead(rows.ahead_k, shape, keys, n, block + 1, folds)
+        look_ahead(rows.ahead_v, shape, values, n, block + 1, folds)
         if keys.per_channel:
             folded = scores_per_channel(shape, q, keys, n, block, valid, folded, rows)
         else:
@@ -467,27 +475,33 @@ def attend_split(n, first, last, shape, q, tokens, keys, values, softcap, rows):
 
 
 @njit(**ONCE)
+def whole_line(at):
+    """The first address from here on where a line of memory begins. A vector that lies
+    in two lines is two loads, or stores."""
+    return -(-at // LINE) * LINE
+
+
+@njit(**ONCE)
 def rows_in(shape, groups, memory, space):
     """Rows in two arrays, float32 and bytes, that are large enough (`room`)."""
     _, heads, D, terms = shape
     n, tile = max(D, UNIT), heads * UNIT
-    at = address(memory)
-    x, w = at, at + 4 * heads * D
+    x, ahead = whole_line(address(memory)), whole_line(address(space))
+    w = x + 4 * heads * D
     S, T, U = w + 4 * tile, w + 8 * tile, w + 12 * tile
     o = U + 4 * tile
-    a = o + 4 * heads * D
+    s = o + 4 * heads * D
+    z = s + 4 * n
+    a = z + 4 * n
     b = a + 8 * groups * heads
     sum_q = b + 4 * groups * heads
     a_v = sum_q + 4 * groups * heads
     b_v, m, l = a_v + 8 * heads, a_v + 12 * heads, a_v + 16 * heads  # noqa: E741
     top, one, none = a_v + 20 * heads, a_v + 24 * heads, a_v + 28 * heads
-    s = a_v + 32 * heads
-    z = s + 4 * n
-    ahead = address(space)
-    Q = ahead + 64
+    Q = ahead + LINE
     P = Q + max(terms, 1) * heads * D
     return Rows(
-        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P, ahead
+        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P, ahead, ahead + 24
     )
 
 
@@ -527,8 +541,8 @@ def attend_tasks(
     in_full = Exact(address(exact[0]), address(exact[1]), exact[0].shape[1])
     groups = 1 if k.per_channel else -(-D // k.group)
     sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 8) * heads
-    memory = np.empty(sizes + 2 * max(D, UNIT), np.float32)
-    space = np.empty(max(terms, 1) * heads * (D + UNIT) + 64, np.int8)
+    memory = np.empty(sizes + 2 * max(D, UNIT) + LINE // 4, np.float32)
+    space = np.empty(max(terms, 1) * heads * (D + UNIT) + 2 * LINE, np.int8)
     rows = rows_in(shape, groups, memory, space)
     m, l, o = (  # noqa: E741
         floats(rows.m, FIRST, R),

@@ -24,6 +24,7 @@ import numpy as np
 from numba import njit
 
 from kvq.kernels.cpu.codes import stored
+from kvq.kernels.cpu.simd import LINE
 from kvq.kernels.host import first_invalid, invalid
 from kvq.quantizer import from_codes
 
@@ -219,9 +220,19 @@ def _grown(array, n):
     if n <= array.shape[1]:
         return array
     H, old, columns = array.shape
-    out = np.empty((H, max(n, int(old * GROWTH) + 1), columns), array.dtype)
+    shape = H, max(n, int(old * GROWTH) + 1), columns
+    out = _at_a_line(shape, array.dtype)
     out[:, :old] = array
     return out
+
+
+def _at_a_line(shape, dtype):
+    """An empty array that begins where a line of memory does: a vector that lies in two
+    lines is two loads."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(nbytes + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)

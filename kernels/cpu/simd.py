@@ -29,6 +29,7 @@ I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32 = ir.FloatType()
 WORDS, FLOATS = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES)
 BYTES = ir.VectorType(I8, 4 * LANES)
+HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 
 @lru_cache
@@ -133,10 +134,10 @@ def prefetch(typing, memory):
 
 @intrinsic
 def ask(typing, ahead):
-    """Ask for the next bytes of two streams.
+    """Ask for bytes that are wanted soon, at two places.
 
-    ahead : address of three int64: an address in each stream, which moves on, and how
-    many lines of memory to ask for at both.
+    ahead : address of three int64: the places, which move on, and how many lines of
+    memory to ask for at both.
     """
 
     def codegen(context, b, signature, args):
@@ -236,6 +237,33 @@ def _exp2(b, x):
         p = _fma(b, p, f, _numbers(c))
     exponent = b.shl(n, _words(23))
     return b.bitcast(b.add(b.bitcast(p, WORDS), exponent), FLOATS)
+
+
+# --- scales ---------------------------------------------------------------------------
+@intrinsic
+def scale_row(typing, scale, zero, has_zero, center, count, s, z):
+    """s_i = scale_i,  z_i = has_zero zero_i + center s_i,  i < count.
+
+    Of addresses of binary16 numbers, to addresses of float32; count is a multiple of
+    16. has_zero, center : float32.
+    """
+
+    def codegen(context, b, signature, args):
+        scale, zero, has_zero, center, count, s, z = args
+        has_zero, center = _splat(b, has_zero), _splat(b, center)
+        with cgutils.for_range(b, b.sdiv(count, I64(LANES))) as loop:
+            scales, zeros = (
+                b.fpext(_load(b, b.add(a, b.mul(loop.index, I64(32))), 0, HALVES), FLOATS)
+                for a in (scale, zero)
+            )
+            zeros = _fma(b, center, scales, b.fmul(has_zero, zeros))
+            for row, numbers in ((s, scales), (z, zeros)):
+                at = b.add(row, b.mul(loop.index, I64(64)))
+                b.store(numbers, _pointer(b, at, 0, FLOATS)).align = 4
+        return context.get_dummy_value()
+
+    numbers = types.float32, types.float32
+    return types.void(types.intp, types.intp, *numbers, *[types.intp] * 3), codegen
 
 
 # --- rows to bytes --------------------------------------------------------------------
