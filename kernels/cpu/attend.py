@@ -45,6 +45,7 @@ from kvq.kernels.cpu.simd import (
     value_bytes,
     value_numbers,
     wide_vectors,
+    words,
 )
 
 # Of NumPy's type: a literal would be a type of its own, for which Numba compiles every
@@ -53,32 +54,30 @@ UNIT, LANES = np.int64(128), np.int64(32)  # tokens of a block; lanes of a panel
 PANELS = UNIT // LANES  # of keys, in a block
 FIRST, ONE = np.int64(0), np.int64(1)
 NOTHING = np.float32(-1e30)  # the maximum of no scores
+EXPONENT = np.uint32(0x7F800000)  # of a float32: all bits set for inf and NaN
 OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
 # For what only compiled code calls: without it each takes half as long to compile.
 INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
 ONCE = {"inline": "always", **INNER}  # called from one place: compiled there
 
-# One side of a cache of H heads, as in `blocks.Store`. words uint32 (H, blocks, 4 D
-# bits); scale, zero binary16 (H, groups or zero_groups, groups of channels). group:
-# tokens or channels that share a scale.
+# One side of a cache of H heads, as in `blocks.Store`, all int64. words uint32 (H,
+# blocks, 4 D bits); scale, zero binary16 (H, groups or zero_groups, groups of channels).
+# group: tokens or channels that share a scale.
 Side = namedtuple(
     "Side",
     "words blocks scale groups zero zero_groups bits group per_channel has_zero offset",
 )
-Settings = namedtuple("Settings", "bits group per_channel has_zero offset")
-# Tokens in full precision: k, v float32 (H, tokens, D).
-Exact = namedtuple("Exact", "k v tokens")
 # R queries of D numbers meet a KV head; `heads` have room, 1 of them or a multiple of 4
 # (1 only where panels come in pairs). terms: bytes for a number of the query and for a
 # weight, 0 for the number itself.
 Shape = namedtuple("Shape", "R heads D terms")
-# Rows of a task, float32 but Q, P (bytes). x: folded queries (heads, D); w: weights
+# Rows of a task, float32 but Q, P (bytes). q, x: queries, and folded (heads, D); w: weights
 # (heads, 128). S: scores, then weights; T, U: sums (heads, 128). o: output (heads, D).
 # a: the step of each term (2, heads), b: constants (heads,), both for every group of
 # channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
 # the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
 # group.
-Rows = namedtuple("Rows", "x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v")
+Rows = namedtuple("Rows", "q x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v")
 
 
 # --- scales into queries, or into weights ---------------------------------------------
@@ -229,12 +228,12 @@ def words_of(side, n, block, D):
 
 # --- scores ---------------------------------------------------------------------------
 @njit(**INNER)
-def fold_query(shape, q, keys, g, first, count, rows):
+def fold_query(shape, keys, g, first, count, rows):
     """The scales rows.s of group of channels g into the queries' numbers from `first`
     on, and the bytes of these."""
     R, heads, D, terms = shape
     a, b = rows.a + 8 * g * heads, rows.b + 4 * g * heads
-    x = rows.x
+    q, x = rows.q, rows.x
     fold(q, R, D, first, count, rows.s, rows.z, x, b, rows.top, rows.ahead_k)
     round_terms(
         terms, True, keys.bits, x, R, heads, D, first, count, rows, rows.Q, a, b
@@ -264,7 +263,7 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
 
 
 @njit(**ONCE)
-def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
+def scores_per_channel(shape, keys, n, block, valid, folded, rows):
     """S (R, 128) of a block. folded: the group of tokens whose scales the queries have;
     returns it."""
     D, count, center = shape.D, shape.D * keys.bits // 32, center_of(keys, shape.terms)
@@ -274,7 +273,7 @@ def scores_per_channel(shape, q, keys, n, block, valid, folded, rows):
         if group != folded:
             at, zero_at = n * keys.groups + group, n * keys.zero_groups + group
             read_scales(keys, at * D, zero_at * D, ONE, D, D, center, rows)
-            fold_query(shape, q, keys, FIRST, FIRST, D, rows)
+            fold_query(shape, keys, FIRST, FIRST, D, rows)
             folded = group
         codes = words_of(keys, n, block, D) + 128 * (t // LANES) * count
         panels, out = lanes // LANES, rows.S + 4 * t
@@ -312,7 +311,7 @@ def scores_per_token(shape, keys, n, block, valid, rows):
 
 
 @njit(**ONCE)
-def fold_nothing(shape, q, keys, rows):
+def fold_nothing(shape, keys, rows):
     """For scales per token: the queries and their bytes once for all, by groups of
     channels, and sum_d q_d of each."""
     R, heads, D, terms = shape
@@ -324,11 +323,11 @@ def fold_nothing(shape, q, keys, rows):
         count = min(keys.group, D - c)
         sums = floats(rows.sum_q, g * heads, R)
         for h in range(R):
-            row, total = floats(q, h * D + c, count), np.float32(0)
+            row, total = floats(rows.q, h * D + c, count), np.float32(0)
             for d in range(count):
                 total += row[d]
             sums[h] = total
-        fold_query(shape, q, keys, g, c, count, rows)
+        fold_query(shape, keys, g, c, count, rows)
 
 
 # --- softmax --------------------------------------------------------------------------
@@ -408,25 +407,37 @@ def add_values(shape, values, n, block, valid, rows):
 
 # --- tokens in full precision ---------------------------------------------------------
 @njit(**ONCE)
-def attend_exact(shape, q, n, exact, softcap, rows):
-    """128 at a time, they join the state of every head."""
+def attend_exact(shape, n, part, softcap, rows):
+    """128 at a time, they join the state of every head. part: int64 of addresses of
+    keys and of values (H, tokens, D), tokens, and whether they are of binary16."""
     R, D = shape.R, shape.D
-    for first in range(0, exact.tokens, UNIT):
-        valid, at = min(UNIT, exact.tokens - first), n * exact.tokens + first
-        for h in range(R):
-            row, S = floats(q, h * D, D), floats(rows.S, h * UNIT, UNIT)
-            for t in range(valid):
-                k, total = floats(exact.k, (at + t) * D, D), np.float32(0)
+    keys, values, tokens, half = part[0], part[1], part[2], part[3]
+    for first in range(0, tokens, UNIT):
+        valid, at = min(UNIT, tokens - first), n * tokens + first
+        for t in range(valid):
+            k = one_token(keys, at + t, D, half, rows)
+            for h in range(R):
+                row, total = floats(rows.q, h * D, D), np.float32(0)
                 for d in range(D):
                     total += row[d] * k[d]
-                S[t] = total
+                floats(rows.S, h * UNIT + t, ONE)[0] = total
         softmax_step(R, D, valid, softcap, rows)
-        for h in range(R):
-            o, S = floats(rows.o, h * D, D), floats(rows.S, h * UNIT, UNIT)
-            for t in range(valid):
-                p, v = S[t], floats(exact.v, (at + t) * D, D)
+        for t in range(valid):
+            v = one_token(values, at + t, D, half, rows)
+            for h in range(R):
+                p, o = floats(rows.S, h * UNIT + t, ONE)[0], floats(rows.o, h * D, D)
                 for d in range(D):
                     o[d] += p * v[d]
+
+
+@njit(**INNER)
+def one_token(tokens, i, D, half, rows):
+    """Row i of (tokens, D) as float32."""
+    if not half:
+        return floats(tokens, i * D, D)
+    at, zero = tokens + 2 * i * D, np.float32(0)
+    scale_row(at, at, zero, zero, D, rows.s, rows.z)
+    return floats(rows.s, FIRST, D)
 
 
 # --- a task: one split of one KV head -------------------------------------------------
@@ -457,17 +468,17 @@ def look_ahead(ahead, shape, side, n, block, folds):
 
 
 @njit(**ONCE)
-def attend_split(n, first, last, shape, q, tokens, keys, values, softcap, rows):
+def attend_split(n, first, last, shape, tokens, keys, values, softcap, rows):
     """The blocks first .. last - 1 of KV head n, into the state in `rows`."""
     folded, folds = -ONE, folds_of(shape, keys, values)
     if not keys.per_channel:
-        fold_nothing(shape, q, keys, rows)
+        fold_nothing(shape, keys, rows)
     for block in range(first, last):
         valid = min(UNIT, tokens - block * UNIT)
         look_ahead(rows.ahead_k, shape, keys, n, block + 1, folds)
         look_ahead(rows.ahead_v, shape, values, n, block + 1, folds)
         if keys.per_channel:
-            folded = scores_per_channel(shape, q, keys, n, block, valid, folded, rows)
+            folded = scores_per_channel(shape, keys, n, block, valid, folded, rows)
         else:
             scores_per_token(shape, keys, n, block, valid, rows)
         softmax_step(shape.R, shape.D, valid, softcap, rows)
@@ -483,128 +494,135 @@ def whole_line(at):
 
 @njit(**ONCE)
 def rows_in(shape, groups, memory, space):
-    """Rows in two arrays, float32 and bytes, that are large enough (`room`)."""
+    """Rows in two arrays, float32 and bytes, of `sizes`."""
     _, heads, D, terms = shape
     n, tile = max(D, UNIT), heads * UNIT
-    x, ahead = whole_line(address(memory)), whole_line(address(space))
-    w = x + 4 * heads * D
-    S, T, U = w + 4 * tile, w + 8 * tile, w + 12 * tile
-    o = U + 4 * tile
-    s = o + 4 * heads * D
-    z = s + 4 * n
-    a = z + 4 * n
-    b = a + 8 * groups * heads
-    sum_q = b + 4 * groups * heads
-    a_v = sum_q + 4 * groups * heads
+    q, ahead = whole_line(address(memory)), whole_line(address(space))
+    x, o, w = q + 4 * heads * D, q + 8 * heads * D, q + 12 * heads * D
+    S, T, U, s = w + 4 * tile, w + 8 * tile, w + 12 * tile, w + 16 * tile
+    z, a = s + 4 * n, s + 8 * n
+    b, sum_q = a + 8 * groups * heads, a + 12 * groups * heads
+    a_v = a + 16 * groups * heads
     b_v, m, l = a_v + 8 * heads, a_v + 12 * heads, a_v + 16 * heads  # noqa: E741
     top, one, none = a_v + 20 * heads, a_v + 24 * heads, a_v + 28 * heads
     Q = ahead + LINE
-    P = Q + max(terms, 1) * heads * D
+    P, ahead_v = Q + max(terms, 1) * heads * D, ahead + 24
     return Rows(
-        x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P, ahead, ahead + 24
+        *(q, x, w, S, T, U, o, a, b, sum_q, a_v, b_v, m, l, top, one, none, s, z, Q, P),
+        ahead,
+        ahead_v,
     )
 
 
 @njit(**ONCE)
-def side_of(arrays, settings):
-    """A Side of its arrays words, scale and zero, 16-bit numbers as uint16."""
-    words, scale, zero = arrays
-    return Side(
-        address(words),
-        words.shape[1],
-        address(scale),
-        scale.shape[1],
-        address(zero),
-        zero.shape[1],
-        settings.bits,
-        settings.group,
-        settings.per_channel,
-        settings.has_zero,
-        settings.offset,
-    )
+def sizes(shape, groups):
+    """Numbers and bytes that the rows need."""
+    _, heads, D, terms = shape
+    numbers = (3 * D + 4 * UNIT + 4 * groups + 8) * heads + 2 * max(D, UNIT)
+    return numbers + LINE // 4, max(terms, 1) * heads * (D + UNIT) + 2 * LINE
+
+
+#     q scale; a number whose exponent has all bits set is inf or NaN
+@njit(**ONCE)
+def begin(shape, q, scale, rows):
+    """The state of the softmax, and the queries of a task. How many are not finite."""
+    wide_vectors()
+    size = shape.R * shape.D
+    given, bits = floats(q, FIRST, size), words(q, FIRST, size)
+    out, o, wrong = floats(rows.q, FIRST, size), floats(rows.o, FIRST, size), 0
+    for i in range(size):
+        out[i] = given[i] * scale
+        o[i] = np.float32(0)
+        wrong += bits[i] & EXPONENT == EXPONENT
+    m, l = floats(rows.m, FIRST, shape.R), floats(rows.l, FIRST, shape.R)  # noqa: E741
+    for h in range(shape.R):
+        m[h], l[h] = NOTHING, np.float32(0)
+    return wrong
 
 
 @njit(nogil=True, **OPTIONS)
 def attend_tasks(
-    first, last, splits, shape, q, tokens, keys, values, settings, exact, softcap, out
+    first, last, splits, shape, q, scale, tokens, keys, values, exact, softcap, out
 ):
     """The tasks first .. last - 1, without Python's lock: threads share the work.
 
     Task n * splits + split is one split of the tokens of KV head n. q : float32 (H, R,
-    D), scaled. keys, values : arrays of each Side, settings : of both. exact : float32
-    (H, E, D) of keys and of values. out : arrays m, l (H, splits, R) and o (H, splits,
-    R, D), of which the tasks' parts are written.
+    D). keys, values : int64, the fields of each Side. exact : int64 (parts, 4), see
+    `attend_exact`. out : float32 (H, splits, R, D + 2), where o, m and l of the tasks
+    go. Returns how many numbers of q are not finite.
     """
     wide_vectors()
     R, heads, D, terms = shape
-    k, v = side_of(keys, settings[0]), side_of(values, settings[1])
-    in_full = Exact(address(exact[0]), address(exact[1]), exact[0].shape[1])
+    k, v = side_of(keys), side_of(values)
     groups = 1 if k.per_channel else -(-D // k.group)
-    sizes = 2 * heads * D + 4 * heads * UNIT + (4 * groups + 8) * heads
-    memory = np.empty(sizes + 2 * max(D, UNIT) + LINE // 4, np.float32)
-    space = np.empty(max(terms, 1) * heads * (D + UNIT) + 2 * LINE, np.int8)
+    numbers, places = sizes(shape, groups)
+    # Zeros, for `heads` beyond R: their weights stay 0.
+    memory, space = np.zeros(numbers, np.float32), np.zeros(places, np.int8)
     rows = rows_in(shape, groups, memory, space)
-    m, l, o = (  # noqa: E741
-        floats(rows.m, FIRST, R),
-        floats(rows.l, FIRST, R),
-        floats(rows.o, FIRST, R * D),
-    )
-    blocks = (tokens + UNIT - 1) // UNIT
+    ones = floats(rows.one, FIRST, heads)
+    for h in range(heads):
+        ones[h] = np.float32(1)
+    blocks, wrong = (tokens + UNIT - 1) // UNIT, 0
     for task in range(first, last):
         n, split = task // splits, task % splits
-        q_n = address(q) + 4 * n * R * D
-        memory[:] = np.float32(0)  # also for `heads` beyond R: their weights stay 0
-        space[:] = np.int8(0)
-        ones = floats(rows.one, FIRST, heads)
-        for h in range(heads):
-            ones[h] = np.float32(1)
-        for h in range(R):
-            m[h] = NOTHING
+        wrong += begin(shape, address(q) + 4 * n * R * D, scale, rows)
         start, stop = blocks * split // splits, blocks * (split + 1) // splits
-        attend_split(n, start, stop, shape, q_n, tokens, k, v, softcap, rows)
+        attend_split(n, start, stop, shape, tokens, k, v, softcap, rows)
         if split == splits - 1:
-            attend_exact(shape, q_n, n, in_full, softcap, rows)
+            for i in range(len(exact)):
+                attend_exact(shape, n, exact[i], softcap, rows)
         for h in range(R):
-            out[0][n, split, h], out[1][n, split, h] = m[h], l[h]
+            o = floats(rows.o, h * D, D)
             for d in range(D):
-                out[2][n, split, h, d] = o[h * D + d]
+                out[n, split, h, d] = o[d]
+            out[n, split, h, D] = floats(rows.m, h, ONE)[0]
+            out[n, split, h, D + 1] = floats(rows.l, h, ONE)[0]
+    return wrong
 
 
-# --- before and after -----------------------------------------------------------------
-@njit(nogil=True, **OPTIONS)
-def widen(numbers, out):
-    """float32 of binary16 numbers, given as uint16. NumPy takes ten times as long."""
-    for h in range(numbers.shape[0]):
-        for t in range(numbers.shape[1]):
-            for d in range(numbers.shape[2]):
-                out[h, t, d] = half_to_float(numbers[h, t, d])
+@njit(**ONCE)
+def side_of(fields):
+    """The Side of its fields."""
+    return Side(
+        fields[0],
+        fields[1],
+        fields[2],
+        fields[3],
+        fields[4],
+        fields[5],
+        fields[6],
+        fields[7],
+        fields[8],
+        fields[9],
+        fields[10],
+    )
 
 
 # --- the splits of a head -------------------------------------------------------------
 #     M = max_i m_i    l = sum_i l_i 2^(m_i - M)    o = sum_i o_i 2^(m_i - M) / l
 @njit(**OPTIONS)
-def merge(m, l, o, sinks, out):  # noqa: E741
-    """out (H, R, D) of partial results m, l (H, splits, R) and o (H, splits, R, D), in
-    the order of the splits. sinks: logits (H, R) that take weight and give nothing, or
+def merge(parts, sinks, out):
+    """out (H, R, D) of partial results o, m, l: parts (H, splits, R, D + 2), in the
+    order of the splits. sinks: logits (H, R) that take weight and give nothing, or
     (H, 0)."""
     H, R, D = out.shape
+    has_sink = sinks.shape[1] > 0
     for n in range(H):
         for h in range(R):
-            top, has_sink = NOTHING, sinks.shape[1] > 0
+            top, total = NOTHING, np.float32(0)
             if has_sink:
                 top = sinks[n, h]
-            for i in range(m.shape[1]):
-                top = larger(top, m[n, i, h])
-            total = np.float32(0)
+            for i in range(parts.shape[1]):
+                top = larger(top, parts[n, i, h, D])
             if has_sink:
                 total = np.exp2(sinks[n, h] - top)
             for d in range(D):
                 out[n, h, d] = np.float32(0)
-            for i in range(m.shape[1]):
-                weight = np.exp2(m[n, i, h] - top)
-                total += weight * l[n, i, h]
+            for i in range(parts.shape[1]):
+                weight = np.exp2(parts[n, i, h, D] - top)
+                total += weight * parts[n, i, h, D + 1]
                 for d in range(D):
-                    out[n, h, d] += weight * o[n, i, h, d]
+                    out[n, h, d] += weight * parts[n, i, h, d]
             if total > 0:
                 for d in range(D):
                     out[n, h, d] /= total

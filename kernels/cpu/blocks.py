@@ -26,7 +26,7 @@ from numba import njit
 from kvq.kernels.cpu.codes import stored
 from kvq.kernels.cpu.simd import LINE
 from kvq.kernels.host import first_invalid, invalid
-from kvq.quantizer import from_codes
+from kvq.quantizer import from_codes, integer_levels
 
 UNIT, LANES = 128, 32  # tokens of a block; words in a row of a panel
 BITS = (8, 4, 2)
@@ -185,27 +185,43 @@ class Store:
         dtype = np.dtype(scheme.scale_dtype)
         self.scale = np.zeros((H, 0, columns), dtype)
         self.zero = np.zeros((H, 0, columns) if scheme.has_zero else (1, 1, 1), dtype)
+        self._note()
 
     def append(self, codes, scale, zero):
         """Add codes (H, t, D) and their metadata, behind whole groups of tokens."""
         start, self.tokens = self.tokens, self.tokens + codes.shape[1]
         H, _, D = codes.shape
-        self.words = _grown(self.words, -(-self.tokens // UNIT))
-        write, _ = SIDES[self.side]
-        write(codes, self.scheme.bits, start, self.words)
         first, last = (
             self.scheme.metadata_shape(H, t, D)[1] for t in (start, self.tokens)
         )
+        self.words = _grown(self.words, -(-self.tokens // UNIT))
         self.scale = _grown(self.scale, last)
+        self.zero = self.zero if zero is None else _grown(self.zero, last)
+        self._note()
+        write, _ = SIDES[self.side]
+        write(codes, self.scheme.bits, start, self.words)
         self.scale[:, first:last] = scale
         if zero is not None:
-            self.zero = _grown(self.zero, last)
             self.zero[:, first:last] = zero
 
-    @property
-    def arrays(self):
-        """Words, scales and zeros, these as uint16, for compiled code."""
-        return self.words, self.scale.view(np.uint16), self.zero.view(np.uint16)
+    def _note(self):
+        """place: for compiled code, the fields of an `attend.Side`, and the arrays that
+        they tell the addresses of."""
+        scheme, D = self.scheme, self.D
+        per_channel = scheme.per == "channel"
+        arrays = self.words, self.scale, self.zero
+        fields = np.array(
+            [
+                *(n for a in arrays for n in (a.ctypes.data, a.shape[1])),
+                scheme.bits,
+                scheme.group if per_channel else min(scheme.group or D, D),
+                per_channel,
+                scheme.has_zero,
+                integer_levels(scheme)[2],
+            ],
+            np.int64,
+        )
+        self.place = fields, arrays
 
     def codes(self, start, stop):
         """uint8 (H, stop - start, D)."""

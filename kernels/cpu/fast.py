@@ -8,22 +8,22 @@ on the cache alone, and their results are merged in their order: the number of t
 never changes a bit of the output.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
 from kvq.cache import KVCache
 from kvq.dtypes import as_float_array
 from kvq.kernels.cpu import simd
-from kvq.kernels.cpu.attend import Settings, Shape, attend_tasks, merge, widen
+from kvq.kernels.cpu.attend import Shape, attend_tasks, merge
 from kvq.kernels.cpu.blocks import UNIT
 from kvq.kernels.cpu.threads import run, worth
-from kvq.quantizer import integer_levels
 
 LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
 SECONDS_OF_A_NUMBER = 1 / 16e9  # a block of 128 tokens of one head: about 2 us
 SPLIT = 32  # blocks of a split: 4096 tokens
 VERSIONS = ("v3", "v4")
+NOTHING_EXACT = np.zeros((0, 4), np.int64)
 
 
 # --- what is supported ----------------------------------------------------------------
@@ -65,28 +65,24 @@ def decode(
     threads : at most so many (default: one for each core that the process may use).
     Raises TypeError or ValueError; RuntimeError for a version that cannot run here.
     """
-    rows = in_blocks(cache).rows
-    q = as_float_array(q, "q", finite=False)
-    R = _heads_per_kv_head(q, rows)
+    rows, q = in_blocks(cache).rows, _float32(q)
+    R, D = _heads_per_kv_head(q, rows), q.shape[-1]
     terms = _terms(version or version_for(cache.policy), terms)
-    D = q.shape[-1]
-    scale = LOG2E * np.float32(D**-0.5 if scale is None else scale)
-    queries = np.ascontiguousarray(q.astype(np.float32) * scale).reshape(
-        len(rows), -1, R, D
-    )
-    if not np.isfinite(queries).all():
-        as_float_array(q, "q")  # raises, and names the number
+    queries = q.reshape(len(rows), -1, R, D)
     sinks = _sinks(sink_logits, queries.shape[1:3])
+    scale = LOG2E * np.float32(D**-0.5 if scale is None else scale)
+    softcap = LOG2E * np.float32(softcap or 0)
     work = [
-        _Row(row, rows_q, terms, LOG2E * np.float32(softcap or 0))
+        _Row(row, rows_q, terms, scale, softcap)
         for row, rows_q in zip(rows, queries, strict=True)
     ]
     count = worth(SECONDS_OF_A_NUMBER * sum(row.numbers for row in work), threads)
-    parts = _parts(work, count)
-    run([partial(row.run, first, last) for row, first, last in parts], count)
+    run([partial(*part) for part in _parts(work, count)], count)
+    if any(row.wrong for row in work):
+        as_float_array(q, "q")  # raises, and names the number
     out = np.empty_like(queries)
     for row, o in zip(work, out, strict=True):
-        merge(*row.results, sinks, o)
+        merge(row.parts, sinks, o)
     return out.reshape(q.shape)
 
 
@@ -103,6 +99,12 @@ def in_blocks(cache):
     if cache.layout == "blocks":
         return cache
     return cache.with_layout("blocks")
+
+
+def _float32(q):
+    if isinstance(q, np.ndarray) and q.dtype == np.float32:
+        return np.ascontiguousarray(q)
+    return np.ascontiguousarray(as_float_array(q, "q", finite=False), np.float32)
 
 
 def _heads_per_kv_head(q, rows):
@@ -139,32 +141,33 @@ def _sinks(sink_logits, heads):
 class _Row:
     """The tasks of one sequence, and where their results go."""
 
-    def __init__(self, row, q, terms, softcap):
-        tokens = row[0].lengths[1]
+    def __init__(self, row, q, terms, scale, softcap):
         H, R, D = q.shape
+        sinks, tokens, window = row[0].lengths
         self.splits = max(-(-tokens // UNIT) // SPLIT, 1)
-        self.count = H * self.splits
-        self.numbers = 2 * H * D * sum(row[0].lengths)
-        splits = H, self.splits, R
-        self.results = tuple(
-            np.empty(n, np.float32) for n in (splits, splits, (*splits, D))
-        )
+        self.count, self.wrong = H * self.splits, False
+        self.numbers = 2 * H * D * (sinks + tokens + window)
+        self.parts = np.empty((H, self.splits, R, D + 2), np.float32)
         keys, values = map(_store, row)
+        self.kept = keys.place, values.place  # the arrays, should a store grow meanwhile
+        shape = Shape(R, _room(R, keys.scheme, values.scheme, D), D, terms)
+        self.exact = _exact(row) if sinks or window else ()
         self.arguments = (
             self.splits,
-            Shape(R, _room(R, keys.scheme, values.scheme, D), D, terms),
+            shape,
             q,
+            scale,
             tokens,
-            keys.arrays,
-            values.arrays,
-            (_settings(keys.scheme, D), _settings(values.scheme, D)),
-            tuple(map(_exact, row)),
+            *(fields for fields, _ in self.kept),
+            _addresses(self.exact) if self.exact else NOTHING_EXACT,
             softcap,
-            self.results,
+            self.parts,
         )
 
     def run(self, first, last):
-        attend_tasks(first, last, *self.arguments)
+        """Compute these tasks. wrong: whether a query is not finite."""
+        if attend_tasks(first, last, *self.arguments):
+            self.wrong = True
 
 
 def _room(R, key, value, D):
@@ -181,38 +184,37 @@ def _store(stream):
     return blocks.store
 
 
-@lru_cache
-def _settings(scheme, D):
-    group = scheme.group if scheme.per == "channel" else min(scheme.group or D, D)
-    per_channel = int(scheme.per == "channel")
-    offset = integer_levels(scheme)[2]
-    return Settings(scheme.bits, group, per_channel, int(scheme.has_zero), offset)
+def _exact(row):
+    """Pairs of tokens of keys and of values in full precision, binary16 or float32 (H,
+    E, D): sinks and window. The newest query sees all of them, in any order."""
+    pairs = [[getattr(stream, part) for stream in row] for part in ("sinks", "window")]
+    return [tuple(map(_as_stored, pair)) for pair in pairs if pair[0].size]
 
 
-def _exact(stream):
-    """Sinks and window, float32 (H, E, D). The newest query sees all of them, so that
-    their order does not matter."""
-    H, _, D = stream.window.shape
-    exact = np.empty((H, stream.sinks.shape[1] + stream.window.shape[1], D), np.float32)
-    start = 0
-    for part in (stream.sinks, stream.window):
-        stop = start + part.shape[1]
-        if part.dtype == np.float16 and part.size:
-            widen(part.view(np.uint16), exact[:, start:stop])
-        else:
-            exact[:, start:stop] = part
-        start = stop
-    return exact
+def _as_stored(tokens):
+    dtype = np.float16 if tokens.dtype == np.float16 else np.float32
+    return np.ascontiguousarray(tokens, dtype)
+
+
+def _addresses(exact):
+    """int64 (parts, 4), as `attend_exact` takes them."""
+    return np.array(
+        [
+            (k.ctypes.data, v.ctypes.data, k.shape[1], k.dtype == np.float16)
+            for k, v in exact
+        ],
+        np.int64,
+    )
 
 
 def _parts(rows, threads):
-    """(row, first, last): about four parts for each thread, of whole tasks."""
+    """(run of a row, first, last): about four parts for each thread, of whole tasks."""
     if threads == 1:
-        return [(row, 0, row.count) for row in rows]
+        return [(row.run, 0, row.count) for row in rows]
     size = sum(row.numbers for row in rows) / (4 * threads)
     parts = []
     for row in rows:
         step = max(int(row.count * size / max(row.numbers, 1)), 1)
         for first in range(0, row.count, step):
-            parts.append((row, first, min(first + step, row.count)))
+            parts.append((row.run, first, min(first + step, row.count)))
     return parts

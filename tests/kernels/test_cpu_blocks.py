@@ -218,13 +218,13 @@ def test_the_number_of_threads_changes_no_bit(name_of_version):
 def test_work_is_cut_into_parts_that_cover_every_task_once():
     cache = filled(CASES["kivi-4"][0], 64, (9000, 300))
     rows = [
-        fast._Row(row, queries(1, 6, 64).reshape(2, 3, 64), 0, np.float32(0))
+        fast._Row(row, queries(1, 6, 64).reshape(2, 3, 64), 0, 1.0, 0.0)
         for row in cache.rows
     ]
     assert [row.count for row in rows] == [2 * 2, 2]
     parts = fast._parts(rows, 2)
     assert len(parts) > 2
-    tasks = [(id(row), i) for row, first, last in parts for i in range(first, last)]
+    tasks = [(id(run.__self__), i) for run, a, b in parts for i in range(a, b)]
     assert len(set(tasks)) == len(tasks) == 6
 
 
