@@ -25,6 +25,7 @@ float32 from the others).
 
 import importlib
 import textwrap
+from functools import lru_cache
 
 import numpy as np
 
@@ -176,13 +177,10 @@ class KernelBackend:
         self.numba = "numba" in (executor.split("_")[0], options.get("language"))
 
     def _executor(self):
-        return importlib.import_module(f"kvq.kernels.launch.{self.executor}")
+        return _executor(self.executor)
 
     def unavailable(self):
-        try:
-            return self._executor().unavailable()
-        except Exception as error:  # any kind: see `import_problem`
-            return one_line(error)
+        return _executor_problem(self.executor)
 
     def unsupported(self, op, case):
         return no_reason([self._reason(op, case, v) for v in operation(op).VERSIONS])
@@ -258,6 +256,19 @@ BACKENDS = {
     )
 }
 AUTO = ("cupy", "numba-cuda", "numba-cpu", "numpy")
+
+
+def _executor(name):
+    return importlib.import_module(f"kvq.kernels.launch.{name}")
+
+
+@lru_cache  # no GPU comes while a program runs, and to look for a package takes long
+def _executor_problem(name):
+    """None, or why an executor cannot run here."""
+    try:
+        return _executor(name).unavailable()
+    except Exception as error:  # any kind: see `import_problem`
+        return one_line(error)
 
 
 def import_problem(module):

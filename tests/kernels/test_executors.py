@@ -10,7 +10,7 @@ import pytest
 from agree import check_decode, check_dequant, check_pack, filled, queries
 from plain import uneven
 
-from kvq.kernels import BACKENDS, decode, pack
+from kvq.kernels import BACKENDS, backends, decode, pack
 from kvq.kernels.launch import Launch, nvrtc, scalar
 from kvq.kernels.launch import cupy as cupy_executor
 from kvq.kernels.launch import ptxsim as ptxsim_executor
@@ -291,6 +291,8 @@ def fake_cupy(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", fake)
         monkeypatch.setitem(sys.modules, "cupy.cuda", fake)
         monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+        asked_each_time = backends._executor_problem.__wrapped__
+        monkeypatch.setattr(backends, "_executor_problem", asked_each_time)
         cupy_executor._module.cache_clear()
         fake.compiled = compiled
         return fake
