@@ -77,7 +77,9 @@ Shape = namedtuple("Shape", "R heads D terms")
 # channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
 # the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
 # group.
-Rows = namedtuple("Rows", "q x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v")
+Rows = namedtuple(
+    "Rows", "q x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v"
+)
 
 
 # --- scales into queries, or into weights ---------------------------------------------
@@ -110,7 +112,9 @@ def read_scales(side, at, zero_at, step, count, n, center, rows):
 @njit(**INNER)
 def center_of(side, terms):
     """What belongs to a zero, in scales."""
-    return (middle_code(side.bits) if terms else np.float32(0)) - np.float32(side.offset)
+    return (middle_code(side.bits) if terms else np.float32(0)) - np.float32(
+        side.offset
+    )
 
 
 @njit(**ONCE)
@@ -194,7 +198,9 @@ def _multiply(by_numbers, by_bytes):
     """The loop over panels, around the intrinsics of one side."""
 
     @njit(**{**INNER, "cache": False})  # a part of what `attend_tasks` caches
-    def multiply(numbers, bits, row, heads, n, codes, panels, count, a, b, out, m, ahead):
+    def multiply(
+        numbers, bits, row, heads, n, codes, panels, count, a, b, out, m, ahead
+    ):
         width = 4 if numbers else 1
         pair = panels % 2 == 0 and not (numbers and heads > 1)
         for i in range(0, panels, 2 if pair else 1):
@@ -248,13 +254,31 @@ def times_keys(shape, keys, g, first, codes, panels, count, rows, out):
     a, b, bits = rows.a + 8 * g * heads, rows.b + 4 * g * heads, keys.bits
     if terms == 0:
         x, a = rows.x + 4 * first, rows.one
-        multiply_keys(True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k)
+        multiply_keys(
+            True, bits, x, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k
+        )
         return
     Q = rows.Q + first
-    multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k)
+    multiply_keys(
+        False, bits, Q, heads, D, codes, panels, count, a, b, out, UNIT, rows.ahead_k
+    )
     if terms == 2:
         Q, a, b, more = Q + heads * D, a + 4 * heads, rows.none, rows.U
-        multiply_keys(False, bits, Q, heads, D, codes, panels, count, a, b, more, UNIT, rows.ahead_k)
+        multiply_keys(
+            False,
+            bits,
+            Q,
+            heads,
+            D,
+            codes,
+            panels,
+            count,
+            a,
+            b,
+            more,
+            UNIT,
+            rows.ahead_k,
+        )
         for h in range(R):
             line = floats(out, h * UNIT, LANES * panels)
             rest = floats(more, h * UNIT, LANES * panels)
@@ -382,7 +406,19 @@ def add_values(shape, values, n, block, valid, rows):
         fold(rows.S, R, UNIT, FIRST, UNIT, rows.s, rows.z, w, b, top, rows.ahead_k)
         if terms == 0:
             multiply_values(
-                True, bits, w, heads, UNIT, codes, panels, count, one, b, out, D, rows.ahead_v
+                True,
+                bits,
+                w,
+                heads,
+                UNIT,
+                codes,
+                panels,
+                count,
+                one,
+                b,
+                out,
+                D,
+                rows.ahead_v,
             )
         round_terms(terms, False, bits, w, R, heads, UNIT, FIRST, UNIT, rows, P, a, b)
         for term in range(terms):

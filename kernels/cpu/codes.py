@@ -20,9 +20,11 @@ from kvq.dtypes import LARGEST_INPUT, as_float_array
 from kvq.kernels.cpu.simd import (
     address,
     codes_of,
+    encode_rows,
+    encode_same,
+    extremes,
     float_to_half,
     floats,
-    fused,
     half_to_float,
     halves,
     larger,
@@ -158,10 +160,12 @@ def pack_strips(
     strips, groups = scale.shape[1:]
     batch = BATCH if gt == 1 else 1
     n_groups, ahead = batch * groups, batch * gt
-    memory = np.zeros(5 * max(n_groups, D), np.float32)
+    width = max(D, 16)
+    memory = np.zeros(width + 5 * max(n_groups, D), np.float32)
     codes, step = np.zeros((D + 7) // 8 * 8, np.uint8), 4 * max(n_groups, D)
-    low, to, numbers = address(memory), address(codes), address(x)
-    high, s, z, r = low + step, low + 2 * step, low + 3 * step, low + 4 * step
+    wrong, to, numbers = address(memory), address(codes), address(x)
+    low, high = wrong + 4 * width, wrong + 4 * width + step
+    s, z, r = high + step, high + 2 * step, high + 3 * step
     to_scale, to_zero = address(scale), address(zero)
     for start in range(first, last, batch):
         stop = min(start + batch, last)
@@ -169,7 +173,8 @@ def pack_strips(
             n, i = strip // strips, strip % strips
             row, end = n * T + i * gt, n * T + min((i + 1) * gt, T)
             at = (strip - start) * groups
-            finite[0] &= group_extremes(numbers, row, end, D, gc, low, high, at)
+            group_extremes(numbers, row, end, D, gc, low, high, at, wrong)
+        finite[0] &= all_taken(low, high, 0, (stop - start) * groups, wrong, width)
         store_scales(low, high, start * groups, stop * groups, rule, to_scale, to_zero)
         read_scales(to_scale, to_zero, start * groups, stop * groups, rule, s, z, r)
         for strip in range(start, stop):
@@ -195,11 +200,14 @@ def extremes_of_strips(first, last, x, gt, gc, low, high, finite):
     """low, high = min, max of each group of the strips; (N, groups of T, of D)."""
     _, T, D = x.shape
     strips, groups = low.shape[1:]
-    to_low, to_high = address(low), address(high)
+    sums = np.zeros(max(D, 16), np.float32)
+    to_low, to_high, wrong = address(low), address(high), address(sums)
     for strip in range(first, last):
         n, i = strip // strips, strip % strips
         row, end, at = n * T + i * gt, n * T + min((i + 1) * gt, T), strip * groups
-        finite[0] &= group_extremes(address(x), row, end, D, gc, to_low, to_high, at)
+        group_extremes(address(x), row, end, D, gc, to_low, to_high, at, wrong)
+    count = (last - first) * groups
+    finite[0] &= all_taken(to_low, to_high, first * groups, count, wrong, len(sums))
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -220,46 +228,57 @@ def encode_strips(first, last, x, scale, zero, gt, gc, bits, levels, packed):
 
 # --- groups: extremes and scales ------------------------------------------------------
 @njit(cache=True)
-def group_extremes(x, start, stop, D, gc, low, high, at):
+def group_extremes(x, start, stop, D, gc, low, high, at, wrong):
     """low, high = min, max of the groups of the rows start .. stop - 1 of x (rows, D),
-    from number `at` on. Returns whether the reference takes all numbers."""
-    good = True
+    from number `at` on. wrong : address of max(D, 16) sums of x 0."""
     if gc == 1:
-        return channel_extremes(x, start, stop, D, low, high, at)
+        channel_extremes(x, start, stop, D, low, high, at, wrong)
+        return
     for j in range((D + gc - 1) // gc):
         least, most = -NOTHING, NOTHING
         for t in range(start, stop):
-            a, b, c = row_extremes(x, t * D + j * gc, min(gc, D - j * gc))
-            least, most, good = min(least, a), max(most, b), good and c
+            a, b = row_extremes(x + 4 * (t * D + j * gc), min(gc, D - j * gc), wrong)
+            least, most = -larger(-least, -a), larger(most, b)
         floats(low, at + j, 1)[0], floats(high, at + j, 1)[0] = least, most
-    return good
-
-
-@njit(cache=True, fastmath={"reassoc"})
-def row_extremes(x, start, n):
-    """min and max of x[start : start + n], and whether the reference takes all."""
-    row, wrong = floats(x, start, n), np.float32(0)
-    low, high = NOTHING, NOTHING
-    for c in range(n):
-        low, high = larger(low, -row[c]), larger(high, row[c])
-        wrong += row[c] * np.float32(0)  # 0, or NaN
-    return -low, high, wrong == 0 and larger(low, high) <= LARGEST
 
 
 @njit(cache=True)
-def channel_extremes(x, start, stop, D, low, high, at):
+def row_extremes(x, n, wrong):
+    """`extremes` of any number of numbers."""
+    if n % 16 == 0:
+        return extremes(x, n, wrong)
+    row, sums, low, high = floats(x, 0, n), floats(wrong, 0, 1), -NOTHING, NOTHING
+    for c in range(n):
+        low, high = -larger(-low, -row[c]), larger(high, row[c])
+        sums[0] += row[c] * np.float32(0)
+    return low, high
+
+
+@njit(cache=True)
+def channel_extremes(x, start, stop, D, low, high, at, wrong):
     """`group_extremes` of groups of one channel: a row at a time."""
     low, high = floats(low, at, D), floats(high, at, D)
     for c in range(D):
         low[c], high[c] = -NOTHING, NOTHING
-    good = True
     for t in range(start, stop):
-        row = floats(x, t * D, D)
+        row, sums = floats(x, t * D, D), floats(wrong, 0, D)
         for c in range(D):
             low[c] = -larger(-low[c], -row[c])
             high[c] = larger(high[c], row[c])
-        good &= row_extremes(x, t * D, D)[2]
-    return good
+            sums[c] += row[c] * np.float32(0)
+
+
+@njit(cache=True)
+def all_taken(low, high, at, n, wrong, width):
+    """Whether the reference takes all numbers of n groups with these extremes, and
+    these `width` sums of x 0."""
+    low, high, sums = floats(low, at, n), floats(high, at, n), floats(wrong, 0, width)
+    top, bad = NOTHING, np.float32(0)
+    for k in range(n):
+        top = larger(top, larger(-low[k], high[k]))
+    for k in range(width):
+        bad += sums[k]
+    return bad == 0 and top <= LARGEST
 
 
 #     0  asymmetric      s = (max - min) / divisor,     z = min
@@ -332,41 +351,35 @@ def encode_row(x, row, D, gc, s, z, r, levels, codes):
 @njit(cache=True)
 def encode_channels(x, start, n, s, z, r, levels, codes):
     """x[start : start + n], with a scale and a zero for each number."""
-    x, s, z, r = floats(x, start, n), floats(s, 0, n), floats(z, 0, n), floats(r, 0, n)
-    out, offset = codes_of(codes, 0, n), np.int32(levels[2])
     low, high = np.float32(levels[0]), np.float32(levels[1])
-    for c in range(n):
-        y = quotient(x[c] - z[c], s[c], r[c])
-        out[c] = nearest_byte(larger(-larger(-y, -high), low), offset)
+    offset, whole = np.int32(levels[2]), n // 16 * 16
+    encode_rows(x + 4 * start, whole, s, z, r, low, high, offset, codes)
+    x, s, z, out = (
+        floats(x, start, n),
+        floats(s, 0, n),
+        floats(z, 0, n),
+        codes_of(codes, 0, n),
+    )
+    for c in range(whole, n):
+        out[c] = encoded(x[c], s[c], z[c], low, high, offset)
 
 
 @njit(cache=True)
 def encode_group(x, start, n, s, z, r, levels, codes):
     """x[start : start + n], with one scale and one zero."""
+    low, high = np.float32(levels[0]), np.float32(levels[1])
+    offset, whole = np.int32(levels[2]), n // 16 * 16
+    encode_same(x + 4 * start, whole, s, z, r, low, high, offset, codes)
     x, out = floats(x, start, n), codes_of(codes, 0, n)
-    low, high, offset = (
-        np.float32(levels[0]),
-        np.float32(levels[1]),
-        np.int32(levels[2]),
-    )
-    for c in range(n):
-        y = quotient(x[c] - z, s, r)
-        out[c] = nearest_byte(larger(-larger(-y, -high), low), offset)
+    for c in range(whole, n):
+        out[c] = encoded(x[c], s, z, low, high, offset)
 
 
-#     q_0 = x r     q' = q + (x - q s) r, twice
-@njit(cache=True, inline="always")
-def quotient(x, s, r):
-    """x / s, rounded to nearest, of r = 1 / s, without the price of a division.
-
-    The rest x - q s is exact in a fused multiplication. q_1 is one of the two float32
-    neighbours of the quotient, and from such a one the step gives the nearest.
-    (Markstein, "Computation of elementary functions on the IBM RISC System/6000
-    processor", IBM J. Res. Dev. 34(1), 1990.)
-    """
-    q = x * r
-    q = fused(fused(-q, s, x), r, q)
-    return fused(fused(-q, s, x), r, q)
+@njit(cache=True, inline="always", error_model="numpy")
+def encoded(x, s, z, low, high, offset):
+    """One number's code."""
+    y = (x - z) / s
+    return nearest_byte(larger(-larger(-y, -high), low), offset)
 
 
 # --- rows: packing --------------------------------------------------------------------

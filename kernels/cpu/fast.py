@@ -149,7 +149,10 @@ class _Row:
         self.numbers = 2 * H * D * (sinks + tokens + window)
         self.parts = np.empty((H, self.splits, R, D + 2), np.float32)
         keys, values = map(_store, row)
-        self.kept = keys.place, values.place  # the arrays, should a store grow meanwhile
+        self.kept = (
+            keys.place,
+            values.place,
+        )  # the arrays, should a store grow meanwhile
         shape = Shape(R, _room(R, keys.scheme, values.scheme, D), D, terms)
         self.exact = _exact(row) if sinks or window else ()
         self.arguments = (

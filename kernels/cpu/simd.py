@@ -156,16 +156,6 @@ def _ask(b, ahead, lines):
 
 
 @intrinsic
-def fused(typing, a, b, c):
-    """a b + c, rounded once."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fma(*args)
-
-    return types.float32(*[types.float32] * 3), codegen
-
-
-@intrinsic
 def nearest_byte(typing, x, offset):
     """The nearest integer, half to even, plus int32 `offset`, as uint8."""
 
@@ -253,7 +243,9 @@ def scale_row(typing, scale, zero, has_zero, center, count, s, z):
         has_zero, center = _splat(b, has_zero), _splat(b, center)
         with cgutils.for_range(b, b.sdiv(count, I64(LANES))) as loop:
             scales, zeros = (
-                b.fpext(_load(b, b.add(a, b.mul(loop.index, I64(32))), 0, HALVES), FLOATS)
+                b.fpext(
+                    _load(b, b.add(a, b.mul(loop.index, I64(32))), 0, HALVES), FLOATS
+                )
                 for a in (scale, zero)
             )
             zeros = _fma(b, center, scales, b.fmul(has_zero, zeros))
@@ -319,6 +311,76 @@ def round_row(typing, x, count, inverse, down, Q):
 
     numbers = types.float32, types.float32
     return types.float32(types.intp, types.intp, *numbers, types.intp), codegen
+
+
+# --- numbers to codes -----------------------------------------------------------------
+# n is a multiple of 16.
+@intrinsic
+def extremes(typing, x, n, wrong):
+    """(min, max) of n float32 from address x on. To the 16 numbers at `wrong`, x 0 is
+    added: 0, or NaN for inf and NaN."""
+
+    def codegen(context, b, signature, args):
+        x, n, wrong = args
+        low, high = _cell(b, _numbers(float("inf"))), _cell(b, _numbers(float("-inf")))
+        bad = _cell(b, _load(b, wrong, 0, FLOATS))
+        with cgutils.for_range(b, b.sdiv(n, I64(LANES))) as loop:
+            numbers = _load(b, b.add(x, b.mul(loop.index, I64(64))), 0, FLOATS)
+            b.store(_smaller(b, b.load(low), numbers), low)
+            b.store(_larger(b, b.load(high), numbers), high)
+            b.store(_fma(b, numbers, _numbers(0), b.load(bad)), bad)
+        b.store(b.load(bad), _pointer(b, wrong, 0, FLOATS)).align = 4
+        pair = _reduced(b, "fmin", b.load(low)), _reduced(b, "fmax", b.load(high))
+        return context.make_tuple(b, signature.return_type, pair)
+
+    return types.UniTuple(types.float32, 2)(*[types.intp] * 3), codegen
+
+
+#     q = x r     q' = q + (x - q s) r, twice     code = round(clip(q', low, high)) + offset
+def _encoder(kind):
+    """An intrinsic; kind: s, z and r are the "same" for all numbers, or "rows"."""
+
+    @intrinsic
+    def encode(typing, x, n, s, z, r, low, high, offset, codes):
+        """A byte at `codes` for each of n float32 at x: the nearest code to (x - z) / s,
+        half to even. r = 1 / s.
+
+        The rest x - q s is exact in a fused multiplication. q' is one of the two float32
+        neighbours of the quotient, and from such a one the step gives the nearest,
+        without the price of a division. (Markstein, "Computation of elementary functions
+        on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990.)
+        """
+
+        def codegen(context, b, signature, args):
+            x, n, *scales, low, high, offset, codes = args
+            low, high, offset = (_splat(b, a) for a in (low, high, offset))
+            if kind == "same":
+                scales = [_splat(b, a) for a in scales]
+            with cgutils.for_range(b, b.sdiv(n, I64(LANES))) as loop:
+                at = b.mul(loop.index, I64(64))
+                s, z, r = scales
+                if kind == "rows":
+                    s, z, r = (_load(b, b.add(a, at), 0, FLOATS) for a in scales)
+                numbers = b.fsub(_load(b, b.add(x, at), 0, FLOATS), z)
+                q = b.fmul(numbers, r)
+                for _ in range(2):
+                    q = _fma(b, _fma(b, b.fneg(q), s, numbers), r, q)
+                q = _larger(b, _smaller(b, q, high), low)
+                whole = b.bitcast(b.fadd(q, _numbers(WHOLE)), WORDS)
+                narrow = b.trunc(b.add(whole, offset), ir.VectorType(I8, LANES))
+                at = b.add(codes, b.mul(loop.index, I64(LANES)))
+                b.store(narrow, _pointer(b, at, 0, narrow.type)).align = 1
+            return context.get_dummy_value()
+
+        scale = types.float32 if kind == "same" else types.intp
+        limits = types.float32, types.float32, types.int32
+        signature = (types.intp, types.intp, *[scale] * 3, *limits, types.intp)
+        return types.void(*signature), codegen
+
+    return encode
+
+
+encode_same, encode_rows = map(_encoder, ("same", "rows"))
 
 
 # --- rows times codes -----------------------------------------------------------------
@@ -459,6 +521,11 @@ def _fma(b, x, y, z):
 def _larger(b, x, y):
     greater = b.fcmp_ordered(">", x, y, flags=["fast"])
     return b.select(greater, x, y, flags=["fast"])
+
+
+def _smaller(b, x, y):
+    less = b.fcmp_ordered("<", x, y, flags=["fast"])
+    return b.select(less, x, y, flags=["fast"])
 
 
 def _reduced(b, by, vector):
