@@ -159,7 +159,7 @@ def pack_strips(
     _, T, D = x.shape
     strips, groups = scale.shape[1:]
     batch = BATCH if gt == 1 else 1
-    n_groups, ahead = batch * groups, batch * gt
+    n_groups = batch * groups
     width = max(D, 16)
     memory = np.zeros(width + 5 * max(n_groups, D), np.float32)
     codes, step = np.zeros((D + 7) // 8 * 8, np.uint8), 4 * max(n_groups, D)
@@ -173,6 +173,8 @@ def pack_strips(
             n, i = strip // strips, strip % strips
             row, end = n * T + i * gt, n * T + min((i + 1) * gt, T)
             at = (strip - start) * groups
+            if gt == 1:  # half of a row of the next batch here, half below
+                ask_for(numbers + 4 * D * stop + 2 * D * (strip - start), 2 * D)
             group_extremes(numbers, row, end, D, gc, low, high, at, wrong)
         finite[0] &= all_taken(low, high, 0, (stop - start) * groups, wrong, width)
         store_scales(low, high, start * groups, stop * groups, rule, to_scale, to_zero)
@@ -182,17 +184,20 @@ def pack_strips(
             row, end = n * T + i * gt, n * T + min((i + 1) * gt, T)
             at = 4 * (strip - start) * groups
             for t in range(row, end):
-                ask_for(numbers, t + ahead, D)
+                if gt == 1:
+                    ask_for(numbers + 4 * D * stop + 2 * D * (batch + t - start), 2 * D)
+                else:
+                    ask_for(numbers + 4 * D * (t + gt), 4 * D)
                 encode_row(numbers, t, D, gc, s + at, z + at, r + at, levels, to)
                 pack_row(to, len(codes), bits, packed, t)
 
 
 @njit(cache=True)
-def ask_for(x, row, D):
-    """A row of the next batch, while this one is in the cache. Past the end nothing
+def ask_for(start, nbytes):
+    """Bytes of the next batch, while this one is in the cache. Past the end nothing
     happens."""
-    for line in range(0, 4 * D, 64):
-        prefetch(x + 4 * row * D + line)
+    for line in range(0, nbytes, 64):
+        prefetch(start + line)
 
 
 @njit(cache=True, nogil=True)

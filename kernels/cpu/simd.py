@@ -503,7 +503,7 @@ def _prefetch(b, place):
     pointer = ir.PointerType(I8)
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     ask = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(ask, [b.inttoptr(place, pointer), I32(0), I32(3), I32(1)])
+    b.call(ask, [b.inttoptr(place, pointer), I32(0), I32(2), I32(1)])
 
 
 def _call(b, name, *vectors):
