@@ -10,13 +10,14 @@ scales per token keep them outside of the sum. Two ways to do the sum:
 
     v3  numbers    sum_d x_d u_d, a field of every word at a time (`blocks.py`)
     v4  integers   x_d = a Q_d + rest_d, Q_d a byte: a sum of products of bytes. What
-                   rounding takes is paid back for the middle code: the sum of the
-                   rest times (2^b - 1) / 2 is added. Queries and weights may have a
-                   second term, the rest in bytes, where 8 bits are not enough.
+                   rounding takes is paid back for the middle code, m = (2^b - 1) / 2:
+                   the zeros become z + m s, and m a sum Q_d is taken from the sum.
+                   Queries and weights may have a second term, the rest in bytes, where
+                   8 bits are not enough.
 
 In here an array is the address where it begins, a row of it `floats(address, start,
-n)`: no references are counted. Logarithms have base 2: queries, sink logits and soft
-cap come multiplied by log2(e).
+n)`: no references are counted. Logarithms have base 2: the scale of queries, sink
+logits and soft cap come multiplied by log2(e).
 """
 
 from collections import namedtuple
@@ -37,8 +38,8 @@ from kvq.kernels.cpu.simd import (
     key_bytes,
     key_numbers,
     larger,
-    prefetch,
     largest_of_128,
+    prefetch,
     round_row,
     scale_row,
     signed_bytes,
@@ -61,8 +62,8 @@ INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
 ONCE = {"inline": "always", **INNER}  # called from one place: compiled there
 
 # One side of a cache of H heads, as in `blocks.Store`, all int64. words uint32 (H,
-# blocks, 4 D bits); scale, zero binary16 (H, groups or zero_groups, groups of channels).
-# group: tokens or channels that share a scale.
+# blocks, 4 D bits); scale, zero binary16 (H, groups or zero_groups, groups of
+# channels). group: tokens or channels that share a scale.
 Side = namedtuple(
     "Side",
     "words blocks scale groups zero zero_groups bits group per_channel has_zero offset",
@@ -71,12 +72,12 @@ Side = namedtuple(
 # (1 only where panels come in pairs). terms: bytes for a number of the query and for a
 # weight, 0 for the number itself.
 Shape = namedtuple("Shape", "R heads D terms")
-# Rows of a task, float32 but Q, P (bytes). q, x: queries, and folded (heads, D); w: weights
+# Rows of a task, float32 but Q, P (bytes). q: queries, x: folded (heads, D); w: weights
 # (heads, 128). S: scores, then weights; T, U: sums (heads, 128). o: output (heads, D).
 # a: the step of each term (2, heads), b: constants (heads,), both for every group of
 # channels; sum_q likewise. a_v (2, heads), b_v: of weights. m, l: of the softmax. top:
 # the largest number of a row. one, none: ones and zeros. s, z: scales and zeros of one
-# group.
+# group. ahead_k, ahead_v: what to ask memory for, see `look_ahead`.
 Rows = namedtuple(
     "Rows", "q x w S T U o a b sum_q a_v b_v m l top one none s z Q P ahead_k ahead_v"
 )
@@ -112,9 +113,8 @@ def read_scales(side, at, zero_at, step, count, n, center, rows):
 @njit(**INNER)
 def center_of(side, terms):
     """What belongs to a zero, in scales."""
-    return (middle_code(side.bits) if terms else np.float32(0)) - np.float32(
-        side.offset
-    )
+    middle = middle_code(side.bits) if terms else np.float32(0)
+    return middle - np.float32(side.offset)
 
 
 @njit(**ONCE)
@@ -588,7 +588,7 @@ def attend_tasks(
     go. Returns how many numbers of q are not finite.
     """
     wide_vectors()
-    R, heads, D, terms = shape
+    R, heads, D, _ = shape
     k, v = side_of(keys), side_of(values)
     groups = 1 if k.per_channel else -(-D // k.group)
     numbers, places = sizes(shape, groups)

@@ -17,11 +17,10 @@ over the same layout vectorize, too, but keep the sums in memory.)
 from functools import lru_cache
 
 from llvmlite import binding, ir
-from numba import config, njit, types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
-from numpy import float32
 
 LANES = 16
 LINE = 64  # bytes that memory gives at once
@@ -218,14 +217,13 @@ def exp2_of_128(typing, row, top):
 def _exp2(b, x):
     """Of a vector. 2^f by a polynomial of degree 5; n is added to its exponent."""
     x = _larger(b, x, _numbers(-125))
-    n = b.bitcast(b.fadd(x, _numbers(WHOLE)), WORDS)
-    # Of integers: a compiler that may reorder sums would find x + WHOLE - WHOLE = x.
-    n = b.sub(n, b.bitcast(_numbers(WHOLE), WORDS))
-    f = b.fsub(x, b.sitofp(n, FLOATS))
+    # Not by adding WHOLE: a compiler that may reorder sums would add it to `top`.
+    n = _call(b, "llvm.rint", x)
+    f = b.fsub(x, n)
     p = _numbers(POLYNOMIAL[0])
     for c in POLYNOMIAL[1:]:
         p = _fma(b, p, f, _numbers(c))
-    exponent = b.shl(n, _words(23))
+    exponent = b.shl(b.fptosi(n, WORDS), _words(23))
     return b.bitcast(b.add(b.bitcast(p, WORDS), exponent), FLOATS)
 
 
@@ -262,7 +260,7 @@ def scale_row(typing, scale, zero, has_zero, center, count, s, z):
 # Rows of a multiple of 32 numbers, given by addresses; two vectors at a time.
 @intrinsic
 def fold_row(typing, row, s, z, count, x):
-    """(sum_i row_i z_i, max_i |x_i|) of x_i = row_i s_i, i < count, which is written."""
+    """(sum_i row_i z_i, max_i |x_i|) of x_i = row_i s_i, i < count, which it writes."""
 
     def codegen(context, b, signature, args):
         row, s, z, count, x = args
@@ -336,19 +334,20 @@ def extremes(typing, x, n, wrong):
     return types.UniTuple(types.float32, 2)(*[types.intp] * 3), codegen
 
 
-#     q = x r     q' = q + (x - q s) r, twice     code = round(clip(q', low, high)) + offset
+#     q = x r     q' = q + (x - q s) r, twice
+#     code = round(clip(q', low, high)) + offset
 def _encoder(kind):
     """An intrinsic; kind: s, z and r are the "same" for all numbers, or "rows"."""
 
     @intrinsic
     def encode(typing, x, n, s, z, r, low, high, offset, codes):
-        """A byte at `codes` for each of n float32 at x: the nearest code to (x - z) / s,
-        half to even. r = 1 / s.
+        """A byte at `codes` for each of n float32 at x: the nearest code to (x - z) /
+        s, half to even. r = 1 / s.
 
-        The rest x - q s is exact in a fused multiplication. q' is one of the two float32
-        neighbours of the quotient, and from such a one the step gives the nearest,
-        without the price of a division. (Markstein, "Computation of elementary functions
-        on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990.)
+        The rest x - q s is exact in a fused multiplication. q' is one of the two
+        float32 neighbours of the quotient, and from such a one the step gives the
+        nearest, without the price of a division. (Markstein, "Computation of elementary
+        functions on the IBM RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990.)
         """
 
         def codegen(context, b, signature, args):

@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from numba import njit
 
 from kvq.cache import KVCache
 from kvq.kernels import BACKENDS
@@ -226,6 +227,44 @@ def test_work_is_cut_into_parts_that_cover_every_task_once():
     assert len(parts) > 2
     tasks = [(id(run.__self__), i) for run, a, b in parts for i in range(a, b)]
     assert len(set(tasks)) == len(tasks) == 6
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_query_that_is_not_finite_is_named(bad):
+    cache = filled(CASES["kivi-4"][0], 64, (9000,))
+    q = queries(1, 6, 64)
+    q[0, 4, 0, 63] = bad
+    with pytest.raises(ValueError, match=f"q holds {bad}"):
+        fast.decode(q, cache)
+    q[0, 4, 0, 63] = -3e38 / 2**10  # finite, and large: no error is made up
+    with pytest.raises(ValueError, match="valid: finite numbers up to 2"):
+        cache.attend(q)  # the reference refuses it; the loops only compute
+
+
+def test_powers_of_two_and_their_sum():
+    x = np.linspace(-140, 0, 128).astype(np.float32)
+    top, powers = np.float32(0.25), x.copy()
+    total = _powers(powers, top)
+    exact = np.exp2((x - top).astype(np.float64))
+    normal = x > -124
+    np.testing.assert_allclose(powers[normal], exact[normal], rtol=3e-7)
+    assert (powers[~normal] <= 2.0**-123).all()  # and none is garbage
+    assert (powers[~normal] >= 0).all()
+    assert total == pytest.approx(exact.sum(), rel=1e-6)
+
+
+@njit(fastmath=True)
+def _powers(x, top):
+    return simd.exp2_of_128(simd.address(x), top)
+
+
+def test_arrays_begin_where_a_line_of_memory_does():
+    cache = filled(CASES["kivi-4"][0], 64, (700,))
+    for stream in cache.rows[0]:
+        fields, arrays = stream.chunks[0].store.place
+        for place, array in zip(fields[:6:2], arrays, strict=True):
+            assert place == array.ctypes.data
+            assert place % simd.LINE == 0
 
 
 # --- a cache whose tokens lie in blocks -----------------------------------------------
