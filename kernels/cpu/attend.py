@@ -589,6 +589,7 @@ def attend_tasks(
     """
     wide_vectors()
     R, heads, D, _ = shape
+    scale, softcap = np.float32(scale), np.float32(softcap)
     k, v = side_of(keys), side_of(values)
     groups = 1 if k.per_channel else -(-D // k.group)
     numbers, places = sizes(shape, groups)
@@ -640,7 +641,7 @@ def side_of(fields):
 def merge(parts, sinks, out):
     """out (H, R, D) of partial results o, m, l: parts (H, splits, R, D + 2), in the
     order of the splits. sinks: logits (H, R) that take weight and give nothing, or
-    (H, 0)."""
+    (1, 0)."""
     H, R, D = out.shape
     has_sink = sinks.shape[1] > 0
     for n in range(H):

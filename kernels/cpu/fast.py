@@ -19,11 +19,12 @@ from kvq.kernels.cpu.attend import Shape, attend_tasks, merge
 from kvq.kernels.cpu.blocks import UNIT
 from kvq.kernels.cpu.threads import run, worth
 
-LOG2E = np.float32(1.4426950408889634)  # the compiled loops take powers of 2
+LOG2E = 1.4426950408889634  # the compiled loops take powers of 2
 SECONDS_OF_A_NUMBER = 1 / 16e9  # a block of 128 tokens of one head: about 2 us
 SPLIT = 32  # blocks of a split: 4096 tokens
 VERSIONS = ("v3", "v4")
 NOTHING_EXACT = np.zeros((0, 4), np.int64)
+NO_SINKS = np.zeros((1, 0), np.float32)
 
 
 # --- what is supported ----------------------------------------------------------------
@@ -70,8 +71,8 @@ def decode(
     terms = _terms(version or version_for(cache.policy), terms)
     queries = q.reshape(len(rows), -1, R, D)
     sinks = _sinks(sink_logits, queries.shape[1:3])
-    scale = LOG2E * np.float32(D**-0.5 if scale is None else scale)
-    softcap = LOG2E * np.float32(softcap or 0)
+    scale = LOG2E * float(D**-0.5 if scale is None else scale)
+    softcap = LOG2E * float(softcap or 0)
     work = [
         _Row(row, rows_q, terms, scale, softcap)
         for row, rows_q in zip(rows, queries, strict=True)
@@ -134,8 +135,8 @@ def _terms(version, terms):
 
 def _sinks(sink_logits, heads):
     if sink_logits is None:
-        return np.zeros((heads[0], 0), np.float32)
-    return (LOG2E * np.asarray(sink_logits, np.float32)).reshape(heads)
+        return NO_SINKS
+    return (np.float32(LOG2E) * np.asarray(sink_logits, np.float32)).reshape(heads)
 
 
 class _Row:

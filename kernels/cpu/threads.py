@@ -6,10 +6,11 @@ threads as BLAS has beside them. A thread that waits here takes nothing.
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from queue import SimpleQueue
+from threading import Thread
 
-WORTH_A_THREAD = 200e-6  # seconds of work: to wake a thread for less gains nothing
+WORTH_A_THREAD = 130e-6  # seconds of work: to wake a thread for less gains nothing
 SECONDS_OF_A_NUMBER = 1e-9  # to pack it, or to unpack it
 
 
@@ -25,17 +26,21 @@ def worth(seconds, threads=None):
 
     threads : at most so many; None: one for each core.
     """
-    return max(min(threads or cores(), int(seconds / WORTH_A_THREAD)), 1)
+    most = int(seconds / WORTH_A_THREAD)
+    return max(min(threads or cores(), most), 1) if most > 1 else 1
 
 
 def run(jobs, threads):
     """Call every job: callables without arguments; a thread takes the next one until
-    none is left."""
-    rest = iter(jobs)  # gives each job to one thread only
-    others = [_pool(threads).submit(_work, rest) for _ in range(threads - 1)]
-    _work(rest)
-    for other in others:
-        other.result()
+    none is left. Raises what one of them raised, after all have come to an end."""
+    rest, done = iter(jobs), SimpleQueue()  # `rest` gives each job to one thread only
+    for _ in range(threads - 1):
+        _helpers(threads - 1).put((rest, done))
+    error = _work(rest)
+    for _ in range(threads - 1):
+        error = done.get() or error
+    if error:
+        raise error
 
 
 def in_parts(n, loop, *arguments, size, threads=None):
@@ -53,11 +58,30 @@ def in_parts(n, loop, *arguments, size, threads=None):
 
 
 def _work(jobs):
-    for job in jobs:
-        job()
+    """Take jobs until none is left; None, or the error of one."""
+    try:
+        for job in jobs:
+            job()
+    except Exception as error:
+        return error
+    return None
 
 
-@lru_cache(maxsize=4)
-def _pool(threads):
-    """Threads that wait for work: to start them would cost more than short contexts."""
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="kvq")
+# A pool of the standard library takes twice as long until a thread has begun.
+@lru_cache(maxsize=None)
+def _helpers(count):
+    """Where `count` threads wait for work: to start them would cost more still."""
+    requests = SimpleQueue()
+    for i in range(count):
+        Thread(target=_serve, args=(requests,), name=f"kvq-{i}", daemon=True).start()
+    return requests
+
+
+def _serve(requests):
+    while True:
+        jobs, done = requests.get()
+        done.put(_work(jobs))
+
+
+if hasattr(os, "register_at_fork"):  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=_helpers.cache_clear)
