@@ -6,7 +6,7 @@ threads as BLAS has beside them. A thread that waits here takes nothing.
 """
 
 import os
-from functools import lru_cache, partial
+from functools import cache, partial
 from queue import SimpleQueue
 from threading import Thread
 
@@ -68,7 +68,7 @@ def _work(jobs):
 
 
 # A pool of the standard library takes twice as long until a thread has begun.
-@lru_cache(maxsize=None)
+@cache
 def _helpers(count):
     """Where `count` threads wait for work: to start them would cost more still."""
     requests = SimpleQueue()
