@@ -66,8 +66,8 @@ def free_memory():
 
 @njit(cache=True, nogil=True)
 def largest(x):
-    """max_i x_i, but for a rest at the end, read at PLACES places in turns: memory gives
-    more from several pages than from one, so this is its best."""
+    """max_i x_i, but for a rest at the end, read at PLACES places in turns: memory
+    gives more from several pages than from one, so this is its best."""
     start, size = simd.address(x), 4 * x.size // PLACES // PIECE * PIECE
     top = x[0]
     for at in range(0, size, PIECE):
