@@ -151,7 +151,7 @@ def _tokens(T, _):
 
 @plots.style()
 def plot_bandwidth(ax, rows):
-    """Percent of the bandwidth of a plain read that each program uses."""
+    """Percent of the bandwidth of a read that each program uses."""
     rows = sorted(rows, key=lambda row: -row["dram_percent"])
     for y, row in enumerate(rows):
         ax.plot(row["dram_percent"], y, ls="none", ms=9, **_look(row))
@@ -160,7 +160,7 @@ def plot_bandwidth(ax, rows):
     ax.set_xlim(left=0)
     ax.axvline(100, color=GREY, lw=1.5, ls=(0, (4, 2)))
     ax.set_title(_context(rows))
-    ax.set_xlabel("bandwidth, % of a plain read of memory (cold)")
+    ax.set_xlabel("bandwidth, % of what memory gives at best (cold)")
 
 
 @plots.style()
