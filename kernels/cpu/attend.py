@@ -55,7 +55,7 @@ UNIT, LANES = np.int64(128), np.int64(32)  # tokens of a block; lanes of a panel
 PANELS = UNIT // LANES  # of keys, in a block
 FIRST, ONE = np.int64(0), np.int64(1)
 NOTHING = np.float32(-1e30)  # the maximum of no scores
-EXPONENT = np.uint32(0x7F800000)  # of a float32: all bits set for inf and NaN
+MOST, MAGNITUDE = np.float32(3.4028234e38), np.uint32(0x7FFFFFFF)  # of a float32
 OPTIONS = {"cache": True, "fastmath": True, "error_model": "numpy"}
 # For what only compiled code calls: without it each takes half as long to compile.
 INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **OPTIONS}
@@ -558,18 +558,21 @@ def sizes(shape, groups):
     return numbers + LINE // 4, max(terms, 1) * heads * (D + UNIT) + 2 * LINE
 
 
-#     q scale; a number whose exponent has all bits set is inf or NaN
+#     q scale; as integers, numbers >= 0 are in order, then comes inf, and NaN
 @njit(**ONCE)
 def begin(shape, q, scale, rows):
-    """The state of the softmax, and the queries of a task. How many are not finite."""
+    """The state of the softmax, and the queries of a task. How many are not finite, or
+    will not be when they are scaled."""
     wide_vectors()
-    size = shape.R * shape.D
+    size, wrong = shape.R * shape.D, 0
+    limit = floats(rows.top, FIRST, ONE)
+    limit[0] = MOST / abs(scale) if abs(scale) > 1 else MOST
+    most = words(rows.top, FIRST, ONE)[0]
     given, bits = floats(q, FIRST, size), words(q, FIRST, size)
-    out, o, wrong = floats(rows.q, FIRST, size), floats(rows.o, FIRST, size), 0
+    scaled, o = floats(rows.q, FIRST, size), floats(rows.o, FIRST, size)
     for i in range(size):
-        out[i] = given[i] * scale
-        o[i] = np.float32(0)
-        wrong += bits[i] & EXPONENT == EXPONENT
+        scaled[i], o[i] = given[i] * scale, np.float32(0)
+        wrong += bits[i] & MAGNITUDE > most
     m, l = floats(rows.m, FIRST, shape.R), floats(rows.l, FIRST, shape.R)  # noqa: E741
     for h in range(shape.R):
         m[h], l[h] = NOTHING, np.float32(0)

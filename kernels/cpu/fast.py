@@ -150,10 +150,8 @@ class _Row:
         self.numbers = 2 * H * D * (sinks + tokens + window)
         self.parts = np.empty((H, self.splits, R, D + 2), np.float32)
         keys, values = map(_store, row)
-        self.kept = (
-            keys.place,
-            values.place,
-        )  # the arrays, should a store grow meanwhile
+        # With the arrays, should a store put its tokens elsewhere meanwhile.
+        self.kept = keys.place, values.place
         shape = Shape(R, _room(R, keys.scheme, values.scheme, D), D, terms)
         self.exact = _exact(row) if sinks or window else ()
         self.arguments = (
@@ -192,12 +190,12 @@ def _exact(row):
     """Pairs of tokens of keys and of values in full precision, binary16 or float32 (H,
     E, D): sinks and window. The newest query sees all of them, in any order."""
     pairs = [[getattr(stream, part) for stream in row] for part in ("sinks", "window")]
-    return [tuple(map(_as_stored, pair)) for pair in pairs if pair[0].size]
+    return [_alike(*pair) for pair in pairs if pair[0].size]
 
 
-def _as_stored(tokens):
-    dtype = np.float16 if tokens.dtype == np.float16 else np.float32
-    return np.ascontiguousarray(tokens, dtype)
+def _alike(k, v):
+    dtype = np.float16 if k.dtype == v.dtype == np.float16 else np.float32
+    return np.ascontiguousarray(k, dtype), np.ascontiguousarray(v, dtype)
 
 
 def _addresses(exact):
