@@ -19,6 +19,7 @@ signed bytes, code - 128, which is what the dot product needs.
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import is_
 
 import numpy as np
 from numba import njit
@@ -185,7 +186,7 @@ class Store:
         dtype = np.dtype(scheme.scale_dtype)
         self.scale = np.zeros((H, 0, columns), dtype)
         self.zero = np.zeros((H, 0, columns) if scheme.has_zero else (1, 1, 1), dtype)
-        self._note()
+        self.place = self._place()
 
     def append(self, codes, scale, zero):
         """Add codes (H, t, D) and their metadata, behind whole groups of tokens."""
@@ -197,16 +198,18 @@ class Store:
         self.words = _grown(self.words, -(-self.tokens // UNIT))
         self.scale = _grown(self.scale, last)
         self.zero = self.zero if zero is None else _grown(self.zero, last)
-        self._note()
+        arrays = self.words, self.scale, self.zero
+        if not all(map(is_, arrays, self.place[1])):  # one has grown
+            self.place = self._place()
         write, _ = SIDES[self.side]
         write(codes, self.scheme.bits, start, self.words)
         self.scale[:, first:last] = scale
         if zero is not None:
             self.zero[:, first:last] = zero
 
-    def _note(self):
-        """place: for compiled code, the fields of an `attend.Side`, and the arrays that
-        they tell the addresses of."""
+    def _place(self):
+        """For compiled code, the fields of an `attend.Side`, and the arrays that they
+        tell the addresses of."""
         scheme, D = self.scheme, self.D
         per_channel = scheme.per == "channel"
         arrays = self.words, self.scale, self.zero
@@ -221,7 +224,7 @@ class Store:
             ],
             np.int64,
         )
-        self.place = fields, arrays
+        return fields, arrays
 
     def codes(self, start, stop):
         """uint8 (H, stop - start, D)."""

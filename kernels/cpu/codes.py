@@ -18,6 +18,7 @@ from numba import njit
 
 from kvq.dtypes import LARGEST_INPUT, as_float_array
 from kvq.kernels.cpu.simd import (
+    LINE,
     address,
     codes_of,
     encode_rows,
@@ -196,7 +197,7 @@ def pack_strips(
 def ask_for(start, nbytes):
     """Bytes of the next batch, while this one is in the cache. Past the end nothing
     happens."""
-    for line in range(0, nbytes, 64):
+    for line in range(0, nbytes, LINE):
         prefetch(start + line)
 
 

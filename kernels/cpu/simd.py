@@ -320,7 +320,8 @@ def extremes(typing, x, n, wrong):
 
     def codegen(context, b, signature, args):
         x, n, wrong = args
-        low, high = _cell(b, _numbers(float("inf"))), _cell(b, _numbers(float("-inf")))
+        # Not from inf: a fast comparison may take all numbers for finite.
+        low, high = _cell(b, _numbers(3.4e38)), _cell(b, _numbers(-3.4e38))
         bad = _cell(b, _load(b, wrong, 0, FLOATS))
         with cgutils.for_range(b, b.sdiv(n, I64(LANES))) as loop:
             numbers = _load(b, b.add(x, b.mul(loop.index, I64(64))), 0, FLOATS)
